@@ -1,0 +1,26 @@
+"""Lossless tree decoding for Hugging Face Transformers, switched on with one argument.
+
+    model.generate(**inputs, assistant_model=drafter, generation_config=DDTreeConfig(tree_budget=32))
+
+Importing the package registers the strategy with transformers.
+"""
+
+import transformers
+from packaging.version import Version
+
+OLDEST, NEWEST = Version("5.17"), Version("5.25")
+if not OLDEST <= Version(transformers.__version__) < NEWEST:
+    raise ImportError(
+        f"hf_ddtree works with transformers {OLDEST} to 5.24, found {transformers.__version__}: "
+        'pip install "transformers>=5.17,<5.25"'
+    )
+
+from .configuration import DDTreeConfig  # noqa: E402 - after the version check
+from .drafting import DDTreeCandidateGenerator  # noqa: E402
+from .models import DFlashConfig, DFlashDraftModel  # noqa: E402
+from .strategy import DDTreeOutput, register  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["DDTreeCandidateGenerator", "DDTreeConfig", "DDTreeOutput", "DFlashConfig", "DFlashDraftModel"]
+
+register()

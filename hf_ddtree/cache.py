@@ -1,0 +1,76 @@
+"""What the strategy asks of a transformers cache: its argument's name, recording, and compaction after a round."""
+
+import inspect
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import ModelOutput
+
+# The forward argument and output field: `cache` from transformers 5.24 on, `past_key_values` before.
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def cache_name(target: PreTrainedModel) -> str:
+    """What the target's forward calls its cache; the other name would be ignored without a word."""
+    parameters = inspect.signature(target.forward).parameters
+    return next(name for name in CACHE_NAMES if name in parameters)
+
+
+def output_cache(outputs: ModelOutput) -> Cache:
+    """The cache of a forward's outputs, under either name."""
+    return next(outputs[name] for name in CACHE_NAMES if name in outputs)
+
+
+def prepare_cache(cache: Cache | None) -> DynamicCache:
+    """Checks that the cache can be compacted and makes its sliding layers keep what a tree pass pushes out.
+
+    Raises:
+        ValueError: no cache, or one with layers whose entries cannot be picked one by one (static, quantised,
+            offloaded, recurrent, indexed).
+    """
+    if cache is None:
+        raise ValueError("`use_cache=False` does not go with DDTree decoding: the strategy needs the cache; leave it on.")
+    kinds = {type(layer).__name__ for layer in cache.layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    if not isinstance(cache, DynamicCache) or kinds or getattr(cache, "offloading", False):
+        what = f"layers of type {sorted(kinds)}" if kinds else f"type {type(cache).__name__}"
+        raise ValueError(
+            f"The target's cache has {what}: entries of rejected nodes can't be taken out of it. Use a model whose layers "
+            "all are full or sliding attention, with the default `DynamicCache`."
+        )
+    cache.activate_past_recording()
+    return cache
+
+
+def compact(cache: DynamicCache, num_nodes: int, path: list[int]) -> None:
+    """Keeps the prefix and the nodes on the accepted path, in place; `num_nodes` is what the last forward appended.
+
+    Sliding layers are also trimmed to the keys that the next round can see. Latent (MLA) layers hold their two latents
+    where others hold keys and values, so the same gather serves them.
+
+    Args:
+        path: node indices from the root down; row `n` of the tree part becomes row `path.index(n)`.
+    """
+    for layer in cache.layers:
+        if not layer.is_initialized:  # a layer that shares another one's keys and values
+            continue
+        layer.keys = _keep(layer.keys, num_nodes, path)
+        layer.values = _keep(layer.values, num_nodes, path)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length += len(path) - num_nodes
+            layer.crop(0)
+
+
+def _keep(states: torch.Tensor, num_nodes: int, path: list[int]) -> torch.Tensor:
+    """Rows [0, prefix) and prefix + path of `states` [batch, heads, prefix + nodes, dim]."""
+    prefix = states.shape[-2] - num_nodes
+    if path != list(range(len(path))):
+        # The gather reads all rows before any is written; a path only moves rows towards the front.
+        index = torch.tensor(path, device=states.device) + prefix
+        states[..., prefix : prefix + len(path), :] = states.index_select(-2, index)
+    return states[..., : prefix + len(path), :]
+
+
+def prefix_length(cache: DynamicCache, layer: int) -> int:
+    """Cached keys that layer number `layer` hands to attention, before a forward's own."""
+    return cache.layers[layer].keys.shape[-2]

@@ -1,0 +1,5 @@
+"""Candidate generators: what proposes a round's tree."""
+
+from .dflash import DDTreeCandidateGenerator
+
+__all__ = ["DDTreeCandidateGenerator"]

@@ -1,0 +1,6 @@
+"""Drafter models."""
+
+from .dflash import DFlashDraftModel
+from .dflash_config import DFlashConfig
+
+__all__ = ["DFlashConfig", "DFlashDraftModel"]

@@ -1,0 +1,105 @@
+"""Configuration of a DFlash block-diffusion drafter (https://arxiv.org/abs/2602.06036)."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+# Fields that the published layout nests in `dflash_config` and the library's own assistant layout keeps at top level.
+DRAFT_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+
+
+@strict
+class DFlashConfig(Qwen3Config):
+    """Shape of a DFlash drafter: a stack of Qwen3 layers plus what ties it to its target.
+
+    Reads the published layout (`model_type` "qwen3", a nested `dflash_config`) and the library's assistant layout
+    (the same fields at top level), and writes the published one, which SGLang and vLLM read.
+
+    Args:
+        block_size: tokens in a noise block, the anchor (slot 0) included; a block drafts `block_size - 1` tokens.
+        mask_token_id: id whose *target* embedding fills slots 1.. of the noise block.
+        target_layer_ids: 0-based target layers whose outputs, concatenated in this order, are the drafter's context.
+            The last target layer's output is taken after the target's final norm.
+        num_target_layers: layers of the target it was trained for, where the checkpoint says so.
+
+    `vocab_size` and the special ids are the target's. `rope_parameters["attention_factor"]` overrides YaRN's amplitude.
+
+    Raises:
+        ValueError: a field is missing, out of range, or given twice with different values.
+    """
+
+    model_type = "dflash"
+    has_no_defaults_at_init = True
+
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._merge_nested(kwargs.pop("dflash_config", None) or {})
+        if self.layer_types and "sliding_attention" in self.layer_types:
+            self.use_sliding_window = True
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _merge_nested(self, nested: dict[str, Any]) -> None:
+        """Takes the fields of a nested `dflash_config`; a field given in both places must agree."""
+        for name in DRAFT_FIELDS:
+            top, inner = getattr(self, name), nested.get(name)
+            if top is not None and inner is not None and top != inner:
+                raise ValueError(
+                    f"`{name}` is {top} at the top of the drafter's config and {inner} in its `dflash_config`. "
+                    "Remove the wrong one from config.json."
+                )
+            setattr(self, name, inner if top is None else top)
+
+    def _check(self) -> None:
+        for name in DRAFT_FIELDS[:3]:
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"The drafter's config has no `{name}`. Set it (top level or in `dflash_config`) to the value the "
+                    "drafter was trained with; it can't be derived. Is this checkpoint a DFlash drafter?"
+                )
+        assert self.block_size is not None and self.mask_token_id is not None and self.target_layer_ids is not None
+        if self.block_size < 1:
+            raise ValueError(f"`block_size` is {self.block_size}; it counts the anchor token too, so it is at least 1.")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, outside the target's vocabulary of `vocab_size` "
+                f"{self.vocab_size}. It needs a row in the target's embedding: use the id the drafter was trained with."
+            )
+        taps = self.target_layer_ids
+        last = self.num_target_layers - 1 if self.num_target_layers else None
+        if not taps or min(taps) < 0 or len(set(taps)) < len(taps) or (last is not None and max(taps) > last):
+            upper = f"0..{last}" if last is not None else "0 and up"
+            raise ValueError(f"`target_layer_ids` is {taps}; it must list distinct target layers out of {upper}.")
+        sliding = "sliding_attention" in (self.layer_types or [])
+        if sliding and not self.sliding_window:
+            raise ValueError(f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window}; set it.")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads config.json in either layout and gives it this class's `model_type`."""
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        if config_dict.get("model_type") == "muse_glimmer_assistant" and "layer_types" not in config_dict:
+            config_dict["layer_types"] = ["sliding_attention"] * config_dict["num_hidden_layers"]
+        if config_dict:
+            config_dict["model_type"] = cls.model_type
+        return config_dict, kwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published layout: what `save_pretrained` writes and other engines read."""
+        output = super().to_dict()
+        nested = {name: output.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        rope = dict(output.get("rope_parameters") or {})
+        output.update(model_type="qwen3", architectures=["DFlashDraftModel"], dflash_config=nested)
+        # Engines on transformers 4 read these two; version 5 reads `rope_parameters`.
+        output["rope_theta"] = rope.pop("rope_theta", None)
+        output["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        return output
+
+
+AutoConfig.register("dflash", DFlashConfig, exist_ok=True)

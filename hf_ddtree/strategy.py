@@ -1,0 +1,170 @@
+"""The decoding loop, its result, and its registration with transformers."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from .acceptance import Accepted, walk
+from .choice import TargetChoice
+from .configuration import DDTreeConfig, DDTreeMode
+from .drafting import DDTreeCandidateGenerator
+from .target import Target, check_target
+from .tree import Tree, root_tree
+
+STAGES = ("draft", "build", "verify", "accept", "commit")
+
+
+@dataclass
+class DDTreeOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with `return_dict_in_generate=True`: the usual fields, and the figures of the rounds.
+
+    Attributes:
+        acceptance_lengths: tokens committed by each round, bonus token included; the first round is the prefill, whose
+            tree is the root alone, so its entry is 1.
+        rounds: target forwards, the prefill included.
+        verified_nodes: drafted nodes that went through the target, roots left out.
+        stage_seconds: wall time of draft, build, verify (prefill left out), accept and commit, and of the prefill.
+            On an accelerator work is queued and shows up in whichever stage waits for it, unless
+            `DDTreeConfig(synchronize_stages=True)`.
+    """
+
+    acceptance_lengths: list[int] | None = None
+    rounds: int | None = None
+    verified_nodes: int | None = None
+    stage_seconds: dict[str, float] | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per drafted round: the prefill's token left out."""
+        lengths = (self.acceptance_lengths or [])[1:]
+        return sum(lengths) / len(lengths) if lengths else 1.0
+
+
+@torch.no_grad()
+def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls decoding methods with
+    self: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: DDTreeConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> DDTreeOutput | torch.LongTensor:
+    """Lossless decoding with draft trees; called by `generate` for a `DDTreeConfig`.
+
+    Each round commits the longest path of the tree that the target itself would have taken, plus one token. Source:
+    DDTree, https://arxiv.org/abs/2604.12989.
+
+    Returns:
+        [1, length] token ids, or a `DDTreeOutput`.
+    """
+    check_request(self, input_ids, generation_config, synced_gpus)
+    drafter = DDTreeCandidateGenerator(assistant_model, self, generation_config)
+    target = Target(self, model_kwargs, drafter.target_layer_ids)
+    choice = TargetChoice(input_ids, logits_processor, stopping_criteria, generation_config)
+    figures = Figures(self.device if generation_config.synchronize_stages else None)
+
+    try:
+        with figures.stage("prefill"):
+            outputs = target.prefill(input_ids, generation_config)
+        tree = root_tree(input_ids[:, -1:] if input_ids.shape[1] else input_ids.new_zeros(1, 1))
+        with self._optimize_model_for_decode():
+            while True:
+                with figures.stage("accept"):
+                    accepted = walk(tree, choice.over(outputs.logits))
+                with figures.stage("commit"):
+                    context = target.commit(outputs, tree.num_nodes, accepted)
+                figures.count(tree, accepted)
+                if streamer is not None:
+                    streamer.put(torch.tensor(accepted.tokens))
+                if accepted.finished:
+                    break
+                root = choice.ids[:, -1:]
+                with figures.stage("draft"):
+                    marginals = drafter.draft(root, context, max_depth=choice.remaining - 1)
+                with figures.stage("build"):
+                    tree = drafter.build(root, marginals)
+                with figures.stage("verify"):
+                    outputs = target.verify(tree)
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+    sequences = choice.ids.clone()
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return DDTreeOutput(
+        sequences=sequences,
+        scores=tuple(choice.scores) if choice.scores is not None else None,
+        logits=tuple(choice.raw_logits) if choice.raw_logits is not None else None,
+        acceptance_lengths=figures.acceptance_lengths,
+        rounds=len(figures.acceptance_lengths),
+        verified_nodes=figures.verified_nodes,
+        stage_seconds=figures.seconds,
+        **{target.cache_name: target.cache},
+    )
+
+
+class Figures:
+    """Counts and stage times of a run.
+
+    Args:
+        device: whose queue to drain at the end of each stage; None = never wait for it.
+    """
+
+    def __init__(self, device: torch.device | None):
+        self.device = device
+        self.seconds = dict.fromkeys(("prefill", *STAGES), 0.0)
+        self.acceptance_lengths: list[int] = []
+        self.verified_nodes = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the block to stage `name`."""
+        started = time.perf_counter()
+        yield
+        if self.device is not None and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - started
+
+    def count(self, tree: Tree, accepted: Accepted) -> None:
+        """Counts one committed round."""
+        self.acceptance_lengths.append(len(accepted.tokens))
+        self.verified_nodes += tree.num_nodes - 1
+
+
+def check_request(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool
+) -> None:
+    """Refuses what the strategy cannot do, before the first forward; raises ValueError."""
+    config.validate()
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"The batch size is {input_ids.shape[0]}; DDTree decoding works on one sequence at a time: call `generate` "
+            "once per row."
+        )
+    if config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name):
+                raise ValueError(f"`{name}=True` can't be returned by DDTree decoding; leave it off.")
+    if synced_gpus:
+        raise ValueError("`synced_gpus=True` (ZeRO-3, FSDP) does not go with DDTree decoding; leave it off.")
+    check_target(model)
+
+
+def register() -> None:
+    """Makes `generate` dispatch a `DDTreeConfig` to the loop: one enum member and one method, process-wide."""
+    method = f"_{DDTreeMode.DDTREE.value}_decoding"
+    setattr(GenerationMixin, method, ddtree_decoding)
+    GENERATION_MODES_MAPPING[DDTreeMode.DDTREE] = method

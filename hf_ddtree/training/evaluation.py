@@ -1,0 +1,69 @@
+"""Acceptance length on held-out greedy text, without generating: the text itself says what the target accepts."""
+
+import torch
+from torch import nn
+
+from ..models.dflash import DFlashDraftModel
+from ..tree import Tree, build_tree, top_marginals
+from .data import TargetFeatures
+from .objective import build_batch, draft_hidden_states
+
+
+@torch.inference_mode()
+def held_acceptance(
+    drafter: DFlashDraftModel,
+    target: nn.Module,
+    features: list[TargetFeatures],
+    budgets: tuple[int, ...] = (16, 32, 64),
+) -> dict[str, float]:
+    """Mean tokens committed per round for a chain and for each budget, and how often the first draft is right.
+
+    Args:
+        features: greedy answers of the target; rounds start at the first answer token, as in decoding.
+    """
+    committed: dict[str, int] = {}
+    rounds: dict[str, int] = {}
+    hits = guesses = 0
+    for item in features:
+        answer = item.sequence.tokens[item.sequence.prompt_length :].tolist()
+        if len(answer) < 2:
+            continue
+        logits = _draft_logits(drafter, target, item)
+        hits += int((logits[:, 0].argmax(-1) == item.sequence.tokens[item.sequence.prompt_length + 1 :]).sum())
+        guesses += len(logits)
+        for name, budget in [("chain", logits.shape[1]), *((f"tree-{budget}", budget) for budget in budgets)]:
+            position = 0
+            while position < len(answer) - 1:
+                marginals = top_marginals(logits[position][None], 1 if name == "chain" else budget)
+                tree = build_tree(torch.tensor([[answer[position]]]), marginals, budget)
+                accepted = _matching_length(tree, answer[position + 1 :])
+                committed[name] = committed.get(name, 0) + accepted + 1
+                rounds[name] = rounds.get(name, 0) + 1
+                position += accepted + 1
+    means = {name: committed[name] / rounds[name] for name in committed}
+    return {"first": hits / max(guesses, 1), **means}
+
+
+def _draft_logits(drafter: DFlashDraftModel, target: nn.Module, item: TargetFeatures) -> torch.Tensor:
+    """[anchors, depth, vocab]: drafts from every answer token but the last."""
+    tokens, start = item.sequence.tokens, item.sequence.prompt_length
+    anchors = torch.arange(start, len(tokens) - 1)[None]
+    batch = build_batch([item], anchors, drafter.config.block_size, drafter.config.mask_token_id)
+    hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0]
+    head = target.get_output_embeddings()
+    return head(hidden.to(head.weight.dtype))
+
+
+def _matching_length(tree: Tree, continuation: list[int]) -> int:
+    """Depth of the deepest node whose path is a prefix of `continuation`."""
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
+        if node > 0
+    }
+    node = 0
+    for depth, token in enumerate(continuation):
+        if (node, token) not in children:
+            return depth
+        node = children[node, token]
+    return len(continuation)

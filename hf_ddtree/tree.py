@@ -1,0 +1,178 @@
+"""Draft trees: the data structure, and best-first builders over per-depth marginals.
+
+DDTree, https://arxiv.org/abs/2604.12989: from one distribution per depth, the tree of the `budget` most probable
+prefixes. Leaf module: torch only.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """Per-depth draft distributions, cut to their best tokens; depth d is index d - 1.
+
+    Attributes:
+        tokens: [batch, depth, top_k] int64, most probable first.
+        log_probs: [batch, depth, top_k] float32, normalised over the full vocabulary, descending.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A draft tree, nodes in best-first order: node 0 is the root, parents come before children.
+
+    Attributes:
+        tokens: [batch, nodes] int64; the root's is the last committed token.
+        parents: [batch, nodes] int64; the root's is 0.
+        depths: [batch, nodes] int64; the root's is 0.
+        scores: [batch, nodes] float64, log-probability of the path under the marginals; the root's is 0.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    scores: torch.Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes including the root."""
+        return self.tokens.shape[1]
+
+    def ancestors(self) -> torch.Tensor:
+        """[batch, nodes, nodes] bool: entry [b, i, j] is true when node j is node i or one of its ancestors.
+
+        Pointer doubling: after step s every row knows its nearest 2^s ancestors.
+        """
+        batch, nodes = self.tokens.shape
+        visible = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(batch, 1, 1)
+        jump = self.parents
+        reached = 1
+        while reached <= int(self.depths.max()):
+            visible = visible | visible.gather(1, jump[..., None].expand(-1, -1, nodes))
+            jump = jump.gather(1, jump)
+            reached *= 2
+        return visible
+
+
+def root_tree(tokens: torch.Tensor) -> Tree:
+    """A tree of the root alone, whose token is `tokens` [batch, 1]."""
+    zeros = torch.zeros_like(tokens)
+    return Tree(tokens, zeros, zeros, zeros.double())
+
+
+def top_marginals(logits: torch.Tensor, top_k: int) -> Marginals:
+    """Cuts draft logits [batch, depth, vocab] to the `top_k` best tokens of each depth.
+
+    Log-probabilities are float32 and normalised over the full vocabulary. A depth with a NaN gets -inf throughout: its
+    nodes are drafted last and can only cost time.
+    """
+    logits = logits.float()
+    best, tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    log_probs = best - logits.logsumexp(dim=-1, keepdim=True)
+    # Rounding may leave a certain token a hair above 0, which would rank a child before its parent.
+    return Marginals(tokens, log_probs.nan_to_num(nan=-torch.inf, posinf=0.0).clamp(max=0.0))
+
+
+def build_tree(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
+    """The tree of the `budget` most probable prefixes below `root_tokens` [batch, 1]; ties go to the lower rank tuple.
+
+    On a CPU by the heap, elsewhere level by level, which needs no copy to the host; both give the same tree, bit for
+    bit. Fewer nodes result where the marginals allow fewer.
+    """
+    if budget == 0 or marginals.tokens.shape[1] == 0:
+        return root_tree(root_tokens)
+    build = build_tree_by_heap if root_tokens.device.type == "cpu" else build_tree_by_level
+    return build(root_tokens, marginals, budget)
+
+
+def build_tree_by_heap(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
+    """Algorithm 1 of the paper: pop the best prefix, push its next sibling and its first child."""
+    rows = [
+        _grow_row(tokens, log_probs, budget)
+        for tokens, log_probs in zip(marginals.tokens.tolist(), marginals.log_probs.tolist(), strict=True)
+    ]
+    tokens, parents, depths, scores = (list(field) for field in zip(*rows, strict=True))
+    return _below_root(
+        root_tokens,
+        tokens=torch.tensor(tokens),
+        parents=torch.tensor(parents),
+        depths=torch.tensor(depths),
+        scores=torch.tensor(scores, dtype=torch.float64),
+    )
+
+
+def _grow_row(
+    tokens: list[list[int]], log_probs: list[list[float]], budget: int
+) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Tokens, parents, depths and scores of one row's nodes, the root left out. Scores add up in double precision."""
+    nodes: tuple[list[int], list[int], list[int], list[float]] = ([], [], [], [])
+    # (-score, rank tuple, parent's node index, parent's score); the rank tuple is unique, so later fields never compare
+    heap = [(-log_probs[0][0], (0,), 0, 0.0)]
+    while heap and len(nodes[0]) < budget:
+        negative_score, ranks, parent, parent_score = heapq.heappop(heap)
+        depth, rank, score = len(ranks), ranks[-1], -negative_score
+        for field, value in zip(nodes, (tokens[depth - 1][rank], parent, depth, score), strict=True):
+            field.append(value)
+        if rank + 1 < len(tokens[depth - 1]):
+            sibling = parent_score + log_probs[depth - 1][rank + 1]
+            heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent, parent_score))
+        if depth < len(tokens):
+            heapq.heappush(heap, (-(score + log_probs[depth][0]), (*ranks, 0), len(nodes[0]), score))
+    return nodes
+
+
+def build_tree_by_level(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
+    """The same tree without a heap: a node among the `budget` best has all its ancestors among them, so it is exact to
+    keep the best `budget` of each depth and then the best `budget` of all.
+    """
+    batch, max_depth, top_k = marginals.tokens.shape
+    device = root_tokens.device
+    scores = torch.zeros(batch, 1, dtype=torch.float64, device=device)
+    ranks = torch.full((batch, 1, max_depth), -1, device=device)  # rank tuples, -1 past their end
+    previous_start, start = 0, 0  # where the parents' level and this level begin among all candidates
+    levels = []
+    for depth in range(max_depth):
+        # Children come in rank-tuple order, so a stable sort settles ties by rank tuple.
+        children = (scores[:, :, None] + marginals.log_probs[:, depth, None].double()).flatten(1)
+        kept = children.argsort(dim=1, descending=True, stable=True)[:, :budget].sort(dim=1).values
+        scores, parent, rank = children.gather(1, kept), kept // top_k, kept % top_k
+        ranks = ranks.gather(1, parent[..., None].expand(-1, -1, max_depth))
+        ranks[:, :, depth] = rank
+        token = marginals.tokens[:, depth].gather(1, rank)
+        levels.append((token, previous_start + parent, torch.full_like(rank, depth + 1), scores, ranks))
+        previous_start, start = start, start + kept.shape[1]
+
+    token, parent, depths, scores, ranks = (torch.cat(field, dim=1) for field in zip(*levels, strict=True))
+    order = _best_first_order(scores, ranks)[:, :budget]
+    node_of = torch.zeros_like(token)  # candidate -> node
+    node_of.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=device).expand(batch, -1))
+    depths = depths.gather(1, order)
+    return _below_root(
+        root_tokens,
+        tokens=token.gather(1, order),
+        parents=torch.where(depths > 1, node_of.gather(1, parent.gather(1, order)), 0),
+        depths=depths,
+        scores=scores.gather(1, order),
+    )
+
+
+def _best_first_order(scores: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Sorts nodes by descending `scores` [batch, n], ties by rank tuple [batch, n, depth], prefixes first."""
+    order = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    for column in reversed(range(ranks.shape[2])):  # stable sorts, least significant key first
+        order = order.gather(1, ranks[..., column].gather(1, order).argsort(dim=1, stable=True))
+    return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
+
+
+def _below_root(
+    root_tokens: torch.Tensor, *, tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, scores: torch.Tensor
+) -> Tree:
+    root = root_tree(root_tokens)
+    pairs = ((root.tokens, tokens), (root.parents, parents), (root.depths, depths), (root.scores, scores))
+    return Tree(*(torch.cat([above, below.to(above.device)], dim=1) for above, below in pairs))

@@ -1,0 +1,187 @@
+"""Tiny random targets of every family, and stub drafters whose behaviour is known (known faults, fixtures)."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel
+
+VOCAB, HIDDEN, LAYERS, BLOCK = 64, 32, 4, 8
+
+# The large init spreads the logits, so that greedy ties do not occur.
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.5,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+_LATENT = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+del _LATENT["head_dim"]
+
+FAMILIES: dict[str, dict] = {
+    "llama": {"model_type": "llama", **_COMMON},
+    "qwen3": {"model_type": "qwen3", **_COMMON},
+    "qwen3-sliding": {"model_type": "qwen3", "use_sliding_window": True, **_COMMON, **_MIXED},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, **_COMMON},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **_COMMON,
+        **_MIXED,
+    },
+    "gemma3": {"model_type": "gemma3_text", **_COMMON, **_MIXED},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT},
+    "kimi_k25": {
+        "model_type": "kimi_k25",
+        "text_config": {"model_type": "deepseek_v3", **_LATENT},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "pos_emb_height": 2,
+            "pos_emb_width": 2,
+        },
+        "tie_word_embeddings": False,
+        "image_token_id": 60,
+        "video_token_id": 61,
+    },
+}
+
+
+def make_target(family: str, seed: int = 0, attention: str | None = None, **overrides: object) -> PreTrainedModel:
+    """A tiny random float32 target of `family`, in eval mode."""
+    config = AutoConfig.for_model(**{**FAMILIES[family], **overrides})
+    torch.manual_seed(seed)
+    auto = AutoModelForImageTextToText if family == "kimi_k25" else AutoModelForCausalLM
+    options = {"attn_implementation": attention} if attention else {}
+    return auto.from_config(config, **options).float().eval()
+
+
+def make_drafter(target: PreTrainedModel, seed: int = 1, **overrides: object) -> DFlashDraftModel:
+    """A tiny random drafter that fits `target`."""
+    source = target.config.get_text_config()
+    torch.manual_seed(seed)
+    fields = {
+        "vocab_size": source.vocab_size,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "block_size": BLOCK,
+        "mask_token_id": 5,
+        "target_layer_ids": [0, 2],
+        "initializer_range": 0.3,
+    }
+    return DFlashDraftModel(DFlashConfig(**{**fields, **overrides})).eval()
+
+
+# Given the committed length and the depths wanted, the draft logits [1, depth, vocab].
+DraftLogits = Callable[[int, int], torch.Tensor]
+
+
+class StubGenerator(DDTreeCandidateGenerator):
+    """Runs the real drafter, so that its cache is exercised, and then says something else."""
+
+    def __init__(self, drafter: DFlashDraftModel, *args: object):
+        super().__init__(drafter, *args)
+        self.committed = 0
+        self.contexts: list = []
+
+    def draft_logits(self, root_tokens: torch.Tensor, context) -> torch.Tensor:
+        real = super().draft_logits(root_tokens, context)
+        self.committed = int(context.positions[0, -1]) + 2  # the root included
+        self.contexts.append(context)
+        return self.drafter.logits_for(self.committed, real)
+
+
+class StubDrafter(DFlashDraftModel):
+    """A drafter whose drafts come from `logits_for(committed length, the real draft logits)`."""
+
+    logits_for: Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def oracle(reference: torch.Tensor, rank: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Puts the true next token of `reference` [length] at `rank` (1 = the spine) of every depth."""
+
+    def logits_for(committed: int, real: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(committed)
+        logits = torch.rand(real.shape, generator=generator)
+        for depth in range(real.shape[1]):
+            if committed + depth < len(reference):
+                true = int(reference[committed + depth])
+                logits[0, depth, true] = 0.0
+                others = logits[0, depth].topk(rank - 1).indices
+                logits[0, depth, others] += 4.0
+                logits[0, depth, true] = 3.0
+        return logits
+
+    return logits_for
+
+
+def anti(reference: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Never proposes the true next token while there is another."""
+
+    def logits_for(committed: int, real: torch.Tensor) -> torch.Tensor:
+        logits = oracle(reference, 1)(committed, real)
+        for depth in range(real.shape[1]):
+            if committed + depth < len(reference):
+                logits[0, depth, int(reference[committed + depth])] = -torch.inf
+        return logits
+
+    return logits_for
+
+
+def random_drafts(reference: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Random logits, new in every round."""
+
+    def logits_for(committed: int, real: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.randn(real.shape, generator=torch.Generator().manual_seed(1000 + committed))
+
+    return logits_for
+
+
+STUBS: dict[str, Callable[[torch.Tensor], Callable[[int, torch.Tensor], torch.Tensor]]] = {
+    "oracle-1": lambda reference: oracle(reference, 1),
+    "oracle-2": lambda reference: oracle(reference, 2),
+    "oracle-3": lambda reference: oracle(reference, 3),
+    "anti": anti,
+    "rand": random_drafts,
+}
+
+
+def make_stub(target: PreTrainedModel, kind: str, reference: torch.Tensor) -> StubDrafter:
+    """A stub drafter for `target` that knows `reference` [length], prompt included."""
+    real = make_drafter(target)
+    stub = StubDrafter(real.config).eval()
+    stub.load_state_dict(real.state_dict())
+    stub.logits_for = STUBS[kind](reference)
+    return stub
