@@ -19,8 +19,15 @@ from .configuration import DDTreeConfig  # noqa: E402 - after the version check
 from .drafting import DDTreeCandidateGenerator  # noqa: E402
 from .models import DFlashConfig, DFlashDraftModel  # noqa: E402
 from .strategy import DDTreeOutput, register  # noqa: E402
+from .version import __version__  # noqa: E402
 
-__version__ = "0.1.0"
-__all__ = ["DDTreeCandidateGenerator", "DDTreeConfig", "DDTreeOutput", "DFlashConfig", "DFlashDraftModel"]
+__all__ = [
+    "DDTreeCandidateGenerator",
+    "DDTreeConfig",
+    "DDTreeOutput",
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "__version__",
+]
 
 register()

@@ -30,13 +30,16 @@ def prepare_cache(cache: Cache | None) -> DynamicCache:
             offloaded, recurrent, indexed).
     """
     if cache is None:
-        raise ValueError("`use_cache=False` does not go with DDTree decoding: the strategy needs the cache; leave it on.")
-    kinds = {type(layer).__name__ for layer in cache.layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+        raise ValueError(
+            "`use_cache=False` does not go with DDTree decoding: the strategy needs the cache; leave it on."
+        )
+    supported = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds = {type(layer).__name__ for layer in cache.layers if type(layer) not in supported}
     if not isinstance(cache, DynamicCache) or kinds or getattr(cache, "offloading", False):
         what = f"layers of type {sorted(kinds)}" if kinds else f"type {type(cache).__name__}"
         raise ValueError(
-            f"The target's cache has {what}: entries of rejected nodes can't be taken out of it. Use a model whose layers "
-            "all are full or sliding attention, with the default `DynamicCache`."
+            f"The target's cache has {what}: entries of rejected nodes can't be taken out of it. Use a model whose "
+            "layers all are full or sliding attention, with the default `DynamicCache`."
         )
     cache.activate_past_recording()
     return cache

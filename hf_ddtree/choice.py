@@ -23,7 +23,7 @@ class TargetChoice:
 
     def __init__(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
@@ -54,7 +54,7 @@ class TargetChoice:
         return self
 
     def __call__(self, node: int) -> tuple[int, bool]:
-        """The token that follows the sequence so far, from the logits of `node`; and whether generation ends with it."""
+        """The token that follows the sequence so far, by the logits of `node`, and whether generation ends with it."""
         assert self.logits is not None, "set the round's logits with `over` first"
         logits = self.logits[:, node].to(copy=True, dtype=torch.float32, device=self.buffer.device)
         if self.raw_logits is not None:

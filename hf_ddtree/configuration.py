@@ -41,7 +41,7 @@ class DDTreeConfig(GenerationConfig):
         kwargs.setdefault("speculation_type", "dflash")
         super().__init__(**kwargs)
 
-    def get_generation_mode(self, assistant_model: Any = None) -> DDTreeMode:
+    def get_generation_mode(self, assistant_model: Any = None) -> ExplicitEnum:
         """Always DDTree; transformers looks the decoding method up by it."""
         return DDTreeMode.DDTREE
 

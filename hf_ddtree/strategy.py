@@ -16,6 +16,7 @@ from .acceptance import Accepted, walk
 from .choice import TargetChoice
 from .configuration import DDTreeConfig, DDTreeMode
 from .drafting import DDTreeCandidateGenerator
+from .streaming import stream_round
 from .target import Target, check_target
 from .tree import Tree, root_tree
 
@@ -57,10 +58,10 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
     generation_config: DDTreeConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: Any = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
-) -> DDTreeOutput | torch.LongTensor:
+) -> DDTreeOutput | torch.Tensor:
     """Lossless decoding with draft trees; called by `generate` for a `DDTreeConfig`.
 
     Each round commits the longest path of the tree that the target itself would have taken, plus one token. Source:
@@ -86,8 +87,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
                 with figures.stage("commit"):
                     context = target.commit(outputs, tree.num_nodes, accepted)
                 figures.count(tree, accepted)
-                if streamer is not None:
-                    streamer.put(torch.tensor(accepted.tokens))
+                stream_round(streamer, tree, accepted)
                 if accepted.finished:
                     break
                 root = choice.ids[:, -1:]
@@ -144,9 +144,7 @@ class Figures:
         self.verified_nodes += tree.num_nodes - 1
 
 
-def check_request(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool
-) -> None:
+def check_request(model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool) -> None:
     """Refuses what the strategy cannot do, before the first forward; raises ValueError."""
     config.validate()
     if input_ids.shape[0] > 1:
@@ -165,6 +163,5 @@ def check_request(
 
 def register() -> None:
     """Makes `generate` dispatch a `DDTreeConfig` to the loop: one enum member and one method, process-wide."""
-    method = f"_{DDTreeMode.DDTREE.value}_decoding"
-    setattr(GenerationMixin, method, ddtree_decoding)
-    GENERATION_MODES_MAPPING[DDTreeMode.DDTREE] = method
+    GenerationMixin._ddtree_decoding = ddtree_decoding
+    GENERATION_MODES_MAPPING[DDTreeMode.DDTREE] = "_ddtree_decoding"

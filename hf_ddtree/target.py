@@ -66,7 +66,9 @@ class Target:
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
         outputs = self.model._prefill(input_ids, generation_config, kwargs)
         if output_cache(outputs) is not self.cache or self.cache.get_seq_length() == 0:
-            raise RuntimeError(f"{type(self.model).__name__} did not fill the cache it was given; trees need one it fills.")
+            raise RuntimeError(
+                f"{type(self.model).__name__} did not fill the cache it was given; trees need one it fills."
+            )
         return outputs
 
     def verify(self, tree: Tree) -> ModelOutput:
@@ -131,7 +133,9 @@ def check_target(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; DDTree decoding works with decoder-only models.")
     if model._is_stateful:
-        raise ValueError(f"{name} keeps a recurrent state, which can't go back to a branch; use an attention-only target.")
+        raise ValueError(
+            f"{name} keeps a recurrent state, which can't go back to a branch; use an attention-only target."
+        )
     text_config = model.config.get_text_config(decoder=True)
     strange = set(_layer_types(text_config)) - {"full_attention", "sliding_attention"}
     if strange:

@@ -111,20 +111,25 @@ def _grow_row(
     tokens: list[list[int]], log_probs: list[list[float]], budget: int
 ) -> tuple[list[int], list[int], list[int], list[float]]:
     """Tokens, parents, depths and scores of one row's nodes, the root left out. Scores add up in double precision."""
-    nodes: tuple[list[int], list[int], list[int], list[float]] = ([], [], [], [])
+    node_tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    scores: list[float] = []
     # (-score, rank tuple, parent's node index, parent's score); the rank tuple is unique, so later fields never compare
-    heap = [(-log_probs[0][0], (0,), 0, 0.0)]
-    while heap and len(nodes[0]) < budget:
+    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-log_probs[0][0], (0,), 0, 0.0)]
+    while heap and len(scores) < budget:
         negative_score, ranks, parent, parent_score = heapq.heappop(heap)
         depth, rank, score = len(ranks), ranks[-1], -negative_score
-        for field, value in zip(nodes, (tokens[depth - 1][rank], parent, depth, score), strict=True):
-            field.append(value)
+        node_tokens.append(tokens[depth - 1][rank])
+        parents.append(parent)
+        depths.append(depth)
+        scores.append(score)
         if rank + 1 < len(tokens[depth - 1]):
             sibling = parent_score + log_probs[depth - 1][rank + 1]
             heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent, parent_score))
         if depth < len(tokens):
-            heapq.heappush(heap, (-(score + log_probs[depth][0]), (*ranks, 0), len(nodes[0]), score))
-    return nodes
+            heapq.heappush(heap, (-(score + log_probs[depth][0]), (*ranks, 0), len(scores), score))
+    return node_tokens, parents, depths, scores
 
 
 def build_tree_by_level(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
@@ -171,7 +176,12 @@ def _best_first_order(scores: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor
 
 
 def _below_root(
-    root_tokens: torch.Tensor, *, tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, scores: torch.Tensor
+    root_tokens: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
 ) -> Tree:
     root = root_tree(root_tokens)
     pairs = ((root.tokens, tokens), (root.parents, parents), (root.depths, depths), (root.scores, scores))

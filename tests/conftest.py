@@ -4,6 +4,8 @@ from stubs import StubDrafter, StubGenerator
 
 import hf_ddtree.strategy
 
+torch.set_num_threads(1)  # the models are tiny; more threads only get in each other's way
+
 
 @pytest.fixture(autouse=True)
 def stub_generators(monkeypatch):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
 
 VOCAB, HIDDEN, LAYERS, BLOCK = 64, 32, 4, 8
 
@@ -178,10 +178,28 @@ STUBS: dict[str, Callable[[torch.Tensor], Callable[[int, torch.Tensor], torch.Te
 }
 
 
-def make_stub(target: PreTrainedModel, kind: str, reference: torch.Tensor) -> StubDrafter:
+def make_stub(target: PreTrainedModel, kind: str, reference: torch.Tensor, **overrides: object) -> StubDrafter:
     """A stub drafter for `target` that knows `reference` [length], prompt included."""
-    real = make_drafter(target)
+    real = make_drafter(target, **overrides)
     stub = StubDrafter(real.config).eval()
     stub.load_state_dict(real.state_dict())
     stub.logits_for = STUBS[kind](reference)
     return stub
+
+
+def greedy(target: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **kwargs: object) -> torch.Tensor:
+    """[1, length] plain greedy decoding, the reference."""
+    return target.generate(ids, do_sample=False, max_new_tokens=new_tokens, **kwargs)
+
+
+CALL_ARGUMENTS = (
+    *("streamer", "logits_processor", "stopping_criteria", "tokenizer", "attention_mask", "prefix_allowed_tokens_fn"),
+    *("cache", "past_key_values"),
+)
+
+
+def decode(target: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor, **fields: object):
+    """Tree decoding; the settings that only `generate` takes go to it, all others into a `DDTreeConfig`."""
+    call = {name: fields.pop(name) for name in CALL_ARGUMENTS if name in fields}
+    config = DDTreeConfig(**{"do_sample": False, "tree_budget": 16, **fields})
+    return target.generate(ids, assistant_model=drafter, generation_config=config, **call)

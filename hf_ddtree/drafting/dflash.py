@@ -43,9 +43,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """Target layers whose outputs `draft` wants in its context."""
         return self.drafter.config.target_layer_ids
 
-    def get_candidates(  # type: ignore[override]  # a tree where the base class returns a chain
-        self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any
-    ) -> Tree:
+    def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
         """`draft` and `build` in one call, for loops other than ours."""
         root_tokens = input_ids[:, -1:]
         return self.build(root_tokens, self.draft(root_tokens, context, max_depth))
@@ -78,7 +76,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         device = self.drafter.device
         noise_ids = root_tokens.new_full((1, self.block_size), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
-        block_positions = context.positions[:, -1:] + torch.arange(1, self.block_size + 1, device=context.positions.device)
+        block_positions = context.positions[:, -1:] + torch.arange(
+            1, self.block_size + 1, device=context.positions.device
+        )
         positions = torch.cat([context.positions, block_positions], dim=1)
 
         if self.drafted:
@@ -114,8 +114,8 @@ def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -
         published = getattr(getattr(drafter, "config", None), "dflash_config", None)
         hint = " Its config is a drafter's, though, read by another class." if published else ""
         raise ValueError(
-            f"`assistant_model` is {type(drafter).__name__}; DDTree decoding drafts with a DFlash drafter.{hint} Load it "
-            "with `hf_ddtree.DFlashDraftModel.from_pretrained(...)` and pass the object."
+            f"`assistant_model` is {type(drafter).__name__}; DDTree decoding drafts with a DFlash drafter.{hint} Load "
+            "it with `hf_ddtree.DFlashDraftModel.from_pretrained(...)` and pass the object."
         )
     ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
     layers = theirs.num_hidden_layers

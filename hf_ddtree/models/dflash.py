@@ -103,13 +103,12 @@ class DFlashDraftModel(PreTrainedModel):
     every committed token exactly once.
     """
 
-    config: DFlashConfig
     config_class = DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DFlashDecoderLayer"]
+    _no_split_modules = ("DFlashDecoderLayer",)
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -132,13 +131,11 @@ class DFlashDraftModel(PreTrainedModel):
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", ASSISTANT_LAYOUT_NAMES)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if info["missing_keys"]:
             raise ValueError(
-                f"`{pretrained_model_name_or_path}` lacks the drafter tensors {sorted(info['missing_keys'])}; they would "
-                "be random. Check that the checkpoint is complete and that its config fits it."
+                f"`{pretrained_model_name_or_path}` lacks the drafter tensors {sorted(info['missing_keys'])}; they "
+                "would be random. Check that the checkpoint is complete and that its config fits it."
             )
         model._weight_conversions = None  # `save_pretrained` would undo the renaming; it must write the published names
         return (model, info) if wants_info else model
@@ -148,7 +145,7 @@ class DFlashDraftModel(PreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:

@@ -27,6 +27,11 @@ class TokenSequence:
     prompt_length: int
     temperature: float | None
 
+    @property
+    def answer_length(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt_length
+
 
 @dataclass(frozen=True)
 class TargetFeatures:

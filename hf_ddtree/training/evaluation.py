@@ -1,7 +1,7 @@
 """Acceptance length on held-out greedy text, without generating: the text itself says what the target accepts."""
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..models.dflash import DFlashDraftModel
 from ..tree import Tree, build_tree, top_marginals
@@ -12,7 +12,7 @@ from .objective import build_batch, draft_hidden_states
 @torch.inference_mode()
 def held_acceptance(
     drafter: DFlashDraftModel,
-    target: nn.Module,
+    target: PreTrainedModel,
     features: list[TargetFeatures],
     budgets: tuple[int, ...] = (16, 32, 64),
 ) -> dict[str, float]:
@@ -44,7 +44,7 @@ def held_acceptance(
     return {"first": hits / max(guesses, 1), **means}
 
 
-def _draft_logits(drafter: DFlashDraftModel, target: nn.Module, item: TargetFeatures) -> torch.Tensor:
+def _draft_logits(drafter: DFlashDraftModel, target: PreTrainedModel, item: TargetFeatures) -> torch.Tensor:
     """[anchors, depth, vocab]: drafts from every answer token but the last."""
     tokens, start = item.sequence.tokens, item.sequence.prompt_length
     anchors = torch.arange(start, len(tokens) - 1)[None]

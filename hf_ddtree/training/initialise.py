@@ -1,10 +1,11 @@
 """A drafter that starts from its target's last layers, so that training begins near a working model."""
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.dflash import DFlashDraftModel
+from ..models.dflash import DFlashDecoderLayer, DFlashDraftModel
 from ..models.dflash_config import DFlashConfig
 
 
@@ -57,7 +58,7 @@ SHARED_FIELDS = (
 )
 
 
-def _copy_layer(layer: nn.Module, original: nn.Module) -> None:
+def _copy_layer(layer: DFlashDecoderLayer, original: Any) -> None:
     """Copies a target layer, with its input norm's scale folded into q, k and v.
 
     The drafter's context meets k and v without that norm's scale, so the scale has to live in the projections.

@@ -34,7 +34,9 @@ class BlockBatch:
     final: torch.Tensor
 
 
-def build_batch(features: list[TargetFeatures], anchors: torch.Tensor, block_size: int, mask_token_id: int) -> BlockBatch:
+def build_batch(
+    features: list[TargetFeatures], anchors: torch.Tensor, block_size: int, mask_token_id: int
+) -> BlockBatch:
     """Lays noise blocks at `anchors` [rows, blocks] (indices of the anchor tokens) over the sequences."""
     pad = nn.utils.rnn.pad_sequence
     tokens = pad([f.sequence.tokens for f in features], batch_first=True, padding_value=-100)
@@ -72,7 +74,7 @@ def draft_hidden_states(drafter: DFlashDraftModel, embedding: nn.Module, batch: 
     hidden = drafter(
         noise_embeds=embedding(batch.noise_ids),
         context_hidden_states=batch.context,
-        attention_mask={layer_type: batch.attention_mask for layer_type in set(drafter.config.layer_types)},
+        attention_mask=dict.fromkeys(drafter.config.layer_types, batch.attention_mask),
         position_ids=batch.position_ids,
     ).last_hidden_state
     rows, blocks = batch.labels.shape[:2]
@@ -103,7 +105,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
     CHUNK = 128
 
     @staticmethod
-    def forward(ctx, hidden, final, labels, row_weights, head_weight, distillation):
+    def forward(ctx, hidden, final, head_weight, labels_and_weights, distillation):
+        labels, row_weights = labels_and_weights
         gradient = torch.empty_like(hidden)
         loss = torch.zeros((), dtype=torch.float32)
         for rows in torch.arange(len(hidden)).split(_HeadCrossEntropy.CHUNK):
@@ -121,7 +124,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None
 
 
 def block_loss(
@@ -142,8 +145,7 @@ def block_loss(
     return _HeadCrossEntropy.apply(
         hidden[known].to(dtype),
         batch.final[known].to(dtype),
-        labels[known],
-        weights / weights.sum(),
         head.weight,
+        (labels[known], weights / weights.sum()),
         distillation,
     )

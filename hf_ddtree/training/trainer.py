@@ -37,11 +37,11 @@ class TrainingSettings:
     minutes: float = 60.0
     rows: int = 12
     blocks: int = 32
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 1e-2
     distillation: float = 0.8
     decay: float = 4.0
     min_count: int = 2
-    evaluate_minutes: float = 10.0
+    evaluate_minutes: float = 8.0
     seed: int = 0
 
 

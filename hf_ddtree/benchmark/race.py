@@ -1,0 +1,166 @@
+"""Runs decoding methods against each other: same prompts, same process, in turns, text compared before speed."""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
+
+from ..configuration import DDTreeConfig
+from ..models import DFlashDraftModel
+
+PLAIN = "plain generate"
+
+
+@dataclass
+class Run:
+    """One method's record, one entry per prompt and repeat.
+
+    Attributes:
+        ids: per prompt, the new tokens (those of the last repeat).
+        tokens_per_second: new tokens over the wall time of the whole `generate` call, prefill included.
+        acceptance_lengths: new tokens per target forward, the prefill and its token left out.
+    """
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    tokens_per_second: list[float] = field(default_factory=list)
+    acceptance_lengths: list[float] = field(default_factory=list)
+
+
+def contenders(
+    drafter: DFlashDraftModel, budgets: list[int], max_new_tokens: int
+) -> dict[str, tuple[GenerationConfig, DFlashDraftModel | None]]:
+    """Methods by name: plain decoding, the library's DFlash chain, our chain, our trees; all greedy."""
+    common = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    depth = (drafter.config.block_size or 1) - 1
+    return {
+        PLAIN: (GenerationConfig(**common), None),
+        "transformers' DFlash chain": (GenerationConfig(speculation_type="dflash", **common), drafter),
+        "DDTree code, chain": (DDTreeConfig(tree_budget=depth, tree_top_k=1, **common), drafter),
+        **{f"DDTree, budget {budget}": (DDTreeConfig(tree_budget=budget, **common), drafter) for budget in budgets},
+    }
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The prompt through the chat template where there is one."""
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    return inputs.to(device)
+
+
+def race(
+    target: PreTrainedModel,
+    prompts: list[dict[str, torch.Tensor]],
+    methods: dict[str, tuple[GenerationConfig, DFlashDraftModel | None]],
+    repeats: int,
+) -> dict[str, Run]:
+    """Runs every method on every prompt, `repeats` times, in an order that rotates from turn to turn.
+
+    Args:
+        prompts: as `encode` gives them.
+    """
+    runs = {name: Run() for name in methods}
+    forwards = ForwardCounter(target)
+    names = list(methods)
+    turns = [(repeat, index) for repeat in range(repeats + 1) for index in range(len(prompts))]
+    try:
+        for number, (repeat, index) in enumerate(tqdm(turns, desc="racing", leave=False)):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                config, drafter = methods[name]
+                forwards.count = 0
+                started = time.perf_counter()
+                options: dict[str, Any] = {"assistant_model": drafter} if drafter is not None else {}
+                output = target.generate(**prompts[index], generation_config=config, **options)
+                seconds = time.perf_counter() - started
+                if repeat == 0:  # warm-up
+                    continue
+                new = output[0, prompts[index]["input_ids"].shape[1] :].tolist()
+                run = runs[name]
+                run.ids[index] = new
+                run.tokens_per_second.append(len(new) / seconds)
+                run.acceptance_lengths.append((len(new) - 1) / max(forwards.count - 1, 1))
+    finally:
+        forwards.remove()
+    return runs
+
+
+class ForwardCounter:
+    """Counts forwards of `model`."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.count = 0
+        self.handle = model.register_forward_pre_hook(self._bump)
+
+    def _bump(self, *_: Any) -> None:
+        self.count += 1
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        self.handle.remove()
+
+
+def summary(runs: dict[str, Run]) -> list[dict[str, Any]]:
+    """A row per method: median speed, speed-up over plain, mean acceptance length, prompts with the same text."""
+    plain = runs[PLAIN]
+    rows = []
+    for name, run in runs.items():
+        speed = statistics.median(run.tokens_per_second)
+        rows.append(
+            {
+                "method": name,
+                "tokens_per_second": round(speed, 1),
+                "speed_up": round(speed / statistics.median(plain.tokens_per_second), 2),
+                "acceptance_length": round(statistics.mean(run.acceptance_lengths), 2),
+                "identical": sum(run.ids[index] == ids for index, ids in plain.ids.items()),
+                "prompts": len(plain.ids),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a text table."""
+    lines = [f"{'method':<28}{'tokens/s':>10}{'speed-up':>10}{'accepted':>10}{'same text':>11}"]
+    for row in rows:
+        lines.append(
+            f"{row['method']:<28}{row['tokens_per_second']:>10.1f}{row['speed_up']:>9.2f}x"
+            f"{row['acceptance_length']:>10.2f}{row['identical']:>8}/{row['prompts']}"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two texts part, and how close the target's call was there.
+
+    Attributes:
+        position: index among the new tokens.
+        gap: difference of the two tokens' logits in the target's own plain forward.
+        rounding: two units in the last place of the larger logit: what another order of summation can explain.
+    """
+
+    position: int
+    gap: float
+    rounding: float
+
+
+@torch.no_grad()
+def first_difference(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, ours: list[int], plain: list[int]
+) -> Difference | None:
+    """The first position at which `ours` differs from `plain`; None where they are the same."""
+    pairs = enumerate(zip(ours, plain, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), None)
+    if position is None:
+        return None
+    ids = torch.cat([prompt_ids, torch.tensor([plain[:position]], device=prompt_ids.device).long()], dim=1)
+    logits = target(ids).logits[0, -1]
+    pair = logits[[ours[position], plain[position]]].float()
+    ulp = torch.finfo(logits.dtype).eps * 2 ** torch.floor(torch.log2(pair.abs().max()))
+    return Difference(position, float((pair[1] - pair[0]).abs()), 2 * float(ulp))

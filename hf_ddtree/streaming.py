@@ -1,0 +1,71 @@
+"""Streamers that see rounds: how each token came about, not only which it was."""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from .acceptance import Accepted
+from .tree import Tree
+
+
+class RoundStreamer(BaseStreamer):
+    """A streamer that is given each round's tree and what was accepted of it, in place of the bare tokens."""
+
+    def put_round(self, tree: Tree, accepted: Accepted) -> None:
+        """Called after each round, the prefill included (its tree is the root alone)."""
+        raise NotImplementedError
+
+
+SPINE, BRANCH, BONUS, PLAIN = "\033[32m", "\033[36m", "\033[33m", "\033[0m"
+LEGEND = (
+    f"{SPINE}first choice of the drafter{PLAIN}, {BRANCH}another branch of the tree{PLAIN}, {BONUS}target's own{PLAIN}"
+)
+
+
+class ColourStreamer(RoundStreamer):
+    """Prints the answer with each token coloured: the drafter's first choice, another branch, or the target's bonus.
+
+    Args:
+        tokenizer: the target's.
+        colour: off where the output is not a terminal.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool = True):
+        self.tokenizer, self.colour = tokenizer, colour
+        self.ids: list[int] = []
+        self.printed = ""
+
+    def put(self, value: object) -> None:
+        """The prompt, which is not printed."""
+
+    def put_round(self, tree: Tree, accepted: Accepted) -> None:
+        """Prints the round's tokens."""
+        parents = tree.parents[0].tolist()
+        on_spine = True
+        for token, node in zip(accepted.tokens, [*accepted.path[1:], None], strict=True):
+            if node is None:
+                self._print(token, BONUS)
+            else:
+                # Siblings come in the order of their probability: the first child of its parent is the first choice.
+                on_spine = on_spine and parents.index(parents[node], 1) == node
+                self._print(token, SPINE if on_spine else BRANCH)
+
+    def end(self) -> None:
+        """Ends the line."""
+        print(PLAIN if self.colour else "", flush=True)
+
+    def _print(self, token: int, colour: str) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character that later tokens complete
+            return
+        new, self.printed = text[len(self.printed) :], text
+        print(f"{colour}{new}" if self.colour else new, end="", flush=True)
+
+
+def stream_round(streamer: BaseStreamer | None, tree: Tree, accepted: Accepted) -> None:
+    """Hands a round to a streamer of either kind; others get the tokens at once, as the library's strategies do."""
+    if isinstance(streamer, RoundStreamer):
+        streamer.put_round(tree, accepted)
+    elif streamer is not None:
+        streamer.put(torch.tensor(accepted.tokens))
