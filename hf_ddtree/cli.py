@@ -143,8 +143,8 @@ def _race(
             difference = race.first_difference(target, inputs[index]["input_ids"], ids, plain)
             if difference is not None:
                 print(
-                    f"  {name}, prompt {index + 1}: differs from token {difference.position}, where the two candidates' "
-                    f"logits are {difference.gap:.3g} apart; rounding explains {difference.rounding:.3g}"
+                    f"  {name}, prompt {index + 1}: differs from token {difference.position}, where the logits of the "
+                    f"two candidates are {difference.gap:.3g} apart; rounding explains {difference.rounding:.3g}"
                 )
     print(json.dumps(rows))
 

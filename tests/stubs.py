@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
 
@@ -203,3 +210,14 @@ def decode(target: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor
     call = {name: fields.pop(name) for name in CALL_ARGUMENTS if name in fields}
     config = DDTreeConfig(**{"do_sample": False, "tree_budget": 16, **fields})
     return target.generate(ids, assistant_model=drafter, generation_config=config, **call)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens: padding, begin, 26 letters and 36 pairs of letters, so that strings may end inside a token."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pairs = [(first, second) for first in "aeiouy" for second in "lmnrst"]
+    tokens = ["<pad>", "<s>", *letters, *(first + second for first, second in pairs)]
+    model = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
