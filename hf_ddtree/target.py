@@ -57,9 +57,11 @@ class Target:
 
     @property
     def output_hidden_states(self) -> list[int] | bool:
-        """Only the tapped layers; all of them where the last is tapped, whose entry in a list older versions drop."""
+        """Only the tapped layers; all of them where a tap is near the end: given a list, transformers 5.17 leaves the
+        last entry out and puts the final state into the one before it.
+        """
         taps = [layer + 1 for layer in self.target_layer_ids]
-        return True if self.num_layers in taps else taps
+        return True if max(taps) >= self.num_layers - 1 else taps
 
     def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> ModelOutput:
         """The library's own prefill; its logits are those of a tree of the root alone, the prompt's last token."""

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_ddtree import DDTreeConfig
 
-PROMPT = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8]])
+PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
 START = PROMPT.shape[1]
 # A chain of 7 drafts: the prefill gives new token 1, the next rounds tokens 2-9 and 10-17, token 9 being the bonus.
 CHAIN = {"tree_budget": 7, "tree_top_k": 1}
@@ -25,13 +25,13 @@ PLACES = {"prefill": 1, "depth-1": 2, "depth-2": 3, "depth-5": 6, "last-depth": 
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target("qwen3", seed=3)
+    return make_target("qwen3", seed=10)
 
 
 @pytest.fixture(scope="module")
 def reference(target):
     tokens = greedy(target, PROMPT, 40)[0]
-    assert len(set(tokens[START : START + 10].tolist())) == 10  # so that each of them ends generation at its place
+    assert len(set(tokens[START : START + 12].tolist())) == 12  # so that each of them ends generation at its place
     return tokens
 
 
@@ -117,7 +117,7 @@ def test_fault_30_eos_precedence(reference, of_model, of_config, of_call):
         many = isinstance(numbers, list)
         return [nth(reference, number) for number in numbers] if many else nth(reference, numbers)
 
-    target = make_target("qwen3", seed=3, eos_token_id=nth(reference, 2))
+    target = make_target("qwen3", seed=10, eos_token_id=nth(reference, 2))
     target.generation_config.eos_token_id = None if of_model is None else ids(of_model)
     options = {"max_new_tokens": 20}
     if of_config or of_call:

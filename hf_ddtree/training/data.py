@@ -70,7 +70,7 @@ def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]
     return train, held
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def compute_features(
     target: PreTrainedModel, sequences: Iterable[TokenSequence], target_layer_ids: list[int], batch_size: int = 16
 ) -> list[TargetFeatures]:

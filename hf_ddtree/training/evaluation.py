@@ -9,7 +9,7 @@ from .data import TargetFeatures
 from .objective import build_batch, draft_hidden_states
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def held_acceptance(
     drafter: DFlashDraftModel,
     target: PreTrainedModel,
@@ -33,8 +33,9 @@ def held_acceptance(
         guesses += len(logits)
         for name, budget in [("chain", logits.shape[1]), *((f"tree-{budget}", budget) for budget in budgets)]:
             position = 0
-            while position < len(answer) - 1:
-                marginals = top_marginals(logits[position][None], 1 if name == "chain" else budget)
+            while (remaining := len(answer) - 1 - position) > 0:
+                top_k = 1 if name == "chain" else budget
+                marginals = top_marginals(logits[position, None, : remaining - 1], top_k)  # the last is the bonus
                 tree = build_tree(torch.tensor([[answer[position]]]), marginals, budget)
                 accepted = _matching_length(tree, answer[position + 1 :])
                 committed[name] = committed.get(name, 0) + accepted + 1

@@ -22,7 +22,7 @@ def drafter_from_target(
     """
     source = target.config
     below = source.num_hidden_layers - num_layers - 1
-    taps = target_layer_ids or [round(below * fraction / 4) for fraction in (1, 2, 3, 4)]
+    taps = target_layer_ids or sorted({round(below * fraction / 4) for fraction in (1, 2, 3, 4)})
     config = DFlashConfig(
         **{name: getattr(source, name) for name in SHARED_FIELDS},
         num_hidden_layers=num_layers,

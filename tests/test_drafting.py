@@ -1,0 +1,121 @@
+"""From the drafter's output to a tree, and the routes that a drafter is used by."""
+
+import pytest
+import torch
+from stubs import BLOCK, HIDDEN, decode, greedy, make_drafter, make_stub, make_target, make_tokenizer
+from transformers import GenerationConfig, pipeline
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig
+from hf_ddtree.target import Context
+
+PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
+WINDOW = 8
+LAYER_TYPES = {
+    "full": ["full_attention"] * 2,
+    "sliding": ["sliding_attention"] * 2,
+    "mixed": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", seed=10)
+
+
+def context_of(length):
+    states = torch.randn(1, length, 2 * HIDDEN, generator=torch.Generator().manual_seed(length))
+    return Context(states, torch.arange(length)[None])
+
+
+@pytest.mark.parametrize("max_depth", [1, 4, 7, 20])
+def test_fault_39_slot_k_fills_depth_k(max_depth):
+    target = make_target("qwen3")
+    drafter = make_drafter(target)
+    target.lm_head.weight.data = torch.eye(64, HIDDEN)
+    slots = torch.eye(HIDDEN)[None, 10 : 10 + BLOCK]  # slot k says token 10 + k
+    drafter.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=9 * slots)
+    generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
+    marginals = generator.draft(torch.tensor([[3]]), context_of(4), max_depth)
+    assert marginals.tokens[0, :, 0].tolist() == [10 + depth for depth in range(1, min(max_depth, BLOCK - 1) + 1)]
+
+
+def test_get_candidates_is_draft_and_build(target):
+    drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12)
+    whole, parts = (DDTreeCandidateGenerator(drafter, target, config) for _ in range(2))
+    for context in (context_of(9), Context(context_of(3).hidden_states, torch.arange(9, 12)[None])):
+        tree = whole.get_candidates(PROMPT, context, max_depth=5)
+        other = parts.build(PROMPT[:, -1:], parts.draft(PROMPT[:, -1:], context, max_depth=5))
+        assert tree.num_nodes == 13 and tree.tokens[0, 0] == PROMPT[0, -1]
+        for field in ("tokens", "parents", "depths", "scores"):
+            assert torch.equal(getattr(tree, field), getattr(other, field))
+
+
+@torch.no_grad()
+def test_draft_logits_go_through_the_targets_softcap():
+    plain, capped = make_target("gemma3"), make_target("gemma3", final_logit_softcapping=2.0)
+    before, after = (
+        DDTreeCandidateGenerator(make_drafter(model), model, DDTreeConfig()).draft_logits(PROMPT[:, -1:], context_of(6))
+        for model in (plain, capped)
+    )
+    torch.testing.assert_close(after, 2.0 * torch.tanh(before / 2.0))
+    assert float(before.abs().max()) > 2.0
+
+
+# Routes
+
+
+@pytest.mark.parametrize("layers", LAYER_TYPES.values(), ids=LAYER_TYPES)
+def test_upstream_chain_takes_the_drafter(target, layers):
+    drafter = make_drafter(target, layer_types=layers, sliding_window=WINDOW)
+    tokens = greedy(target, PROMPT, 16, assistant_model=drafter, speculation_type="dflash")
+    assert tokens.tolist() == greedy(target, PROMPT, 16).tolist()
+
+
+def test_reloaded_by_the_base_class_the_config_runs_the_upstream_chain(target, tmp_path):
+    DDTreeConfig(do_sample=False, max_new_tokens=16).save_pretrained(tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    tokens = target.generate(PROMPT, assistant_model=make_drafter(target), generation_config=config)
+    assert tokens.tolist() == greedy(target, PROMPT, 16).tolist()
+
+
+DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("target_dtype, drafter_dtype", DTYPES, ids=["bf16 drafter", "bf16 target", "both bf16"])
+def test_fault_47_mixed_dtypes(target_dtype, drafter_dtype):
+    target = make_target("qwen3", seed=10).to(target_dtype)
+    drafter = make_drafter(target).to(drafter_dtype)
+    tokens = decode(target, drafter, PROMPT, max_new_tokens=16)
+    assert tokens.shape[1] == PROMPT.shape[1] + 16 and drafter.dtype == drafter_dtype
+    # In 16 bit a near-tie may flip between a tree forward and a single step, so only float32 must be equal.
+    compared = 16 if target_dtype == torch.float32 else 1
+    assert tokens[:, : PROMPT.shape[1] + compared].tolist() == greedy(target, PROMPT, compared).tolist()
+
+
+@pytest.mark.parametrize("token", ["generated", "prompt"])
+def test_fault_13_mask_id_is_an_ordinary_token(target, token):
+    reference = greedy(target, PROMPT, 16)
+    mask_id = int(reference[0, PROMPT.shape[1] + 3] if token == "generated" else PROMPT[0, 4])
+    drafter = make_stub(target, "oracle-1", reference[0], mask_token_id=mask_id)
+    assert decode(target, drafter, PROMPT, max_new_tokens=16).tolist() == reference.tolist()
+
+
+@pytest.mark.parametrize("given", ["at construction", "per call"])
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+def test_pipeline(target, sampling, given):
+    drafter = make_drafter(target, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    config = DDTreeConfig(max_new_tokens=8, **({} if sampling else {"do_sample": False}))
+    options = {"assistant_model": drafter, "generation_config": config}
+    tokenizer = make_tokenizer()
+    build, call = (options, {}) if given == "at construction" else ({}, options)
+    with pytest.MonkeyPatch.context() as patch:
+        rounds = []
+        real = DDTreeCandidateGenerator.draft
+        patch.setattr(DDTreeCandidateGenerator, "draft", lambda *args, **kw: (rounds.append(1), real(*args, **kw))[1])
+        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, **build)
+        (answer,) = pipe("themoresthat", **call)
+    assert rounds and answer["generated_text"].startswith("themoresthat")
+    if not sampling:
+        ids = tokenizer("themoresthat", return_tensors="pt").input_ids
+        assert answer["generated_text"] == tokenizer.decode(greedy(target, ids, 8)[0], skip_special_tokens=True)

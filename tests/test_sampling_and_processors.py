@@ -1,0 +1,289 @@
+"""Sampling draws and logits processing happen token by token exactly as in plain decoding."""
+
+import itertools
+
+import pytest
+import torch
+from stubs import decode, greedy, make_drafter, make_stub, make_target
+from transformers import LogitsProcessor, LogitsProcessorList, set_seed
+
+PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
+START = PROMPT.shape[1]
+KINDS = ("oracle-1", "oracle-2", "rand", "real")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", seed=10)
+
+
+@pytest.fixture(scope="module")
+def reference(target):
+    return greedy(target, PROMPT, 24)[0]
+
+
+@pytest.fixture(scope="module")
+def soft():
+    """A target with flatter distributions, so that sampling is not greedy in disguise."""
+    return make_target("qwen3", seed=10, initializer_range=0.2)
+
+
+def drafter_of(target, kind, reference):
+    return make_drafter(target) if kind == "real" else make_stub(target, kind, reference)
+
+
+# Sampling
+
+SETTINGS = {
+    "T=0.3": {"temperature": 0.3},
+    "T=1": {"temperature": 1.0},
+    "T=2": {"temperature": 2.0, "top_k": 0},
+    "top_k=3": {"top_k": 3, "temperature": 1.5},
+    "top_p": {"top_p": 0.8, "temperature": 1.5},
+    "min_p": {"min_p": 0.1, "temperature": 1.5},
+    "with penalty": {"repetition_penalty": 1.3, "top_k": 3, "temperature": 0.7},
+}
+
+
+def sampled(target, seed, **settings):
+    torch.manual_seed(seed)
+    return target.generate(PROMPT, do_sample=True, max_new_tokens=16, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_fault_33_a_seed_gives_the_text_of_plain_sampling(soft, settings, kind):
+    for seed, budget in ((0, 16), (1, 3)):
+        expected = sampled(soft, seed, **settings)
+        drafter = drafter_of(soft, kind, expected[0])
+        torch.manual_seed(seed)
+        tokens = decode(soft, drafter, PROMPT, do_sample=True, max_new_tokens=16, tree_budget=budget, **settings)
+        assert tokens.tolist() == expected.tolist() != greedy(soft, PROMPT, 16).tolist()
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"min_p": 1.0}], ids=["top_k=1", "min_p=1"])
+def test_fault_09_11_sampling_of_one_candidate_is_greedy(target, reference, settings):
+    drafter = make_stub(target, "oracle-2", reference)
+    tokens = decode(target, drafter, PROMPT, do_sample=True, max_new_tokens=24, **settings)
+    assert tokens[0].tolist() == reference.tolist()
+
+
+def test_fault_09_hot_sampling_gives_many_texts(target, reference):
+    drafter = make_stub(target, "oracle-1", reference)
+    texts = {
+        tuple(decode(target, drafter, PROMPT, do_sample=True, temperature=5.0, max_new_tokens=4)[0].tolist())
+        for _ in range(40)
+    }
+    assert len(texts) > 30
+
+
+def test_fault_33_set_seed_reproduces_and_seeds_differ(soft):
+    reference = greedy(soft, PROMPT, 16)[0]
+    drafters = {kind: make_stub(soft, kind, reference) for kind in ("oracle-1", "anti", "rand")}
+
+    def text(seed, kind):
+        set_seed(seed)
+        return decode(soft, drafters[kind], PROMPT, do_sample=True, max_new_tokens=16).tolist()
+
+    assert text(7, "oracle-1") == text(7, "oracle-1") == text(7, "anti") == text(7, "rand")
+    assert text(7, "oracle-1") != text(8, "oracle-1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_33_greedy_leaves_the_global_generator_alone(target, reference, kind):
+    drafter = drafter_of(target, kind, reference)
+    before = torch.get_rng_state()
+    decode(target, drafter, PROMPT, max_new_tokens=12)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# The law itself: exact enumeration on a vocabulary of 8, chi-square, p > 1e-4 with a fixed seed. New tokens 2 and 3 are
+# the ones a tree can carry and the bonus token after it.
+
+DRAWS = 800
+
+
+@torch.no_grad()
+def law_of_the_last_two(target, temperature, top_k):
+    """[8, 8] exact probabilities of new tokens 2 and 3."""
+
+    def following(rows):
+        ids = torch.cat([torch.tensor([[6, 3, 2, 7]]).expand(len(rows), -1), torch.tensor(rows)], dim=1).long()
+        scores = target(ids).logits[:, -1] / temperature
+        threshold = scores.topk(top_k).values[:, -1:]
+        return scores.masked_fill(scores < threshold, -torch.inf).softmax(-1).double()
+
+    first = following([[]])[0]
+    second = following([[a] for a in range(8)])
+    third = following([[a, b] for a, b in itertools.product(range(8), repeat=2)]).view(8, 8, 8)
+    return torch.einsum("a,ab,abc->bc", first, second, third)
+
+
+def p_value(counts, law):
+    """Pearson's chi-square; cells that expect fewer than five are pooled."""
+    expected = law * counts.sum()
+    large = expected >= 5
+    observed = torch.cat([counts[large], counts[~large].sum()[None]])
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    kept = expected > 0
+    assert not bool(observed[~kept].any())
+    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    return float(torch.special.gammaincc((kept.sum().double() - 1) / 2, statistic / 2))
+
+
+@pytest.mark.parametrize("kind", ["oracle-1", "rand"])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 8), (2.0, 3)], ids=["T=1", "T=2 top_k=3"])
+def test_fault_06_07_08_law(temperature, top_k, kind):
+    target = make_target("qwen3", vocab_size=8, initializer_range=0.2)
+    prompt = torch.tensor([[6, 3, 2, 7]])
+    drafter = make_stub(target, kind, greedy(target, prompt, 6)[0])
+    settings = {"temperature": temperature, "top_k": top_k, "tree_budget": 6, "max_new_tokens": 3}
+    counts = torch.zeros(8, 8, dtype=torch.float64)
+    torch.manual_seed(0)
+    for _ in range(DRAWS):
+        tokens = decode(target, drafter, prompt, do_sample=True, **settings)
+        counts[tokens[0, -2], tokens[0, -1]] += 1
+    assert p_value(counts, law_of_the_last_two(target, temperature, top_k)) > 1e-4
+    if top_k == 8:  # the test would see a temperature that is off by a half
+        assert p_value(counts, law_of_the_last_two(target, 1.5 * temperature, top_k)) < 1e-4
+
+
+# Logits processors under greedy decoding
+
+
+def flags(reference):
+    """Each option with a value that changes the reference."""
+    new = reference[START:].tolist()
+    never = next(token for token in range(2, 64) if token not in reference.tolist())
+    return {
+        "repetition_penalty": {"repetition_penalty": 1.5},
+        "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+        "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": new[3]},
+        "min_length": {"min_length": START + 7, "eos_token_id": new[2]},
+        "bad_words_ids": {"bad_words_ids": [[new[4]], [new[8], new[9]]]},
+        "suppress_tokens": {"suppress_tokens": [new[0], new[6]]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [new[0]]},
+        "forced_eos_token_id": {"forced_eos_token_id": never, "eos_token_id": never},
+        "sequence_bias": {"sequence_bias": {(never,): 50.0, (never, never): -100.0}},
+        "exponential_decay": {"exponential_decay_length_penalty": (4, 3.0), "eos_token_id": never},
+    }
+
+
+FLAGS = list(flags(torch.arange(START + 10)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flag", FLAGS)
+def test_fault_10_11_processors(soft, flag, kind):
+    options = flags(greedy(soft, PROMPT, 40)[0])[flag]
+    expected = greedy(soft, PROMPT, 40, **options)
+    without = {"eos_token_id": options["eos_token_id"]} if "eos_token_id" in options else {}
+    assert expected.tolist() != greedy(soft, PROMPT, 40, **without).tolist()
+    tokens = decode(soft, drafter_of(soft, kind, expected[0]), PROMPT, max_new_tokens=40, **options)
+    assert tokens.tolist() == expected.tolist()
+
+
+class Recorder(LogitsProcessor):
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        assert scores.shape == (1, 64) and scores.dtype == torch.float32
+        self.calls.append(input_ids.tolist())
+        return scores
+
+
+class Stateful(LogitsProcessor):
+    """Bans the token it saw win last time; fails if the sequence did not grow by what it allowed."""
+
+    def __init__(self):
+        self.length, self.winner = START, None
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape == (1, self.length)
+        assert self.winner is None or int(input_ids[0, -1]) == self.winner
+        scores = scores.clone()
+        if self.winner is not None:
+            scores[:, (self.winner + self.length) % 64 :: 3] -= 4.0
+        self.length, self.winner = self.length + 1, int(scores.argmax())
+        return scores
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_10_processor_sees_the_committed_prefix_and_the_path(target, reference, kind):
+    plain, ours = Recorder(), Recorder()
+    greedy(target, PROMPT, 20, logits_processor=LogitsProcessorList([plain]))
+    drafter = drafter_of(target, kind, reference)
+    decode(target, drafter, PROMPT, max_new_tokens=20, logits_processor=LogitsProcessorList([ours]))
+    assert ours.calls == plain.calls == [[reference[: START + n].tolist()] for n in range(20)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_57_stateful_processor(target, reference, kind):
+    expected = greedy(target, PROMPT, 20, logits_processor=LogitsProcessorList([Stateful()]))
+    assert expected[0].tolist() != reference[: START + 20].tolist()
+    drafter = drafter_of(target, kind, expected[0])
+    tokens = decode(target, drafter, PROMPT, max_new_tokens=20, logits_processor=LogitsProcessorList([Stateful()]))
+    assert tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_12_grammar_follows_the_path(target, reference, kind):
+    def make_rule():
+        calls = []
+
+        def even_after_odd(batch, ids):
+            calls.append((batch, ids.tolist()))
+            return list(range(1 - int(ids[-1]) % 2, 64, 2))
+
+        return even_after_odd, calls
+
+    (plain, plain_calls), (ours, our_calls) = make_rule(), make_rule()
+    expected = greedy(target, PROMPT, 20, prefix_allowed_tokens_fn=plain)
+    assert all((a + b) % 2 for a, b in itertools.pairwise(expected[0, START - 1 :].tolist()))
+    drafter = drafter_of(target, kind, expected[0])
+    tokens = decode(target, drafter, PROMPT, max_new_tokens=20, prefix_allowed_tokens_fn=ours)
+    assert tokens.tolist() == expected.tolist()
+    assert our_calls == plain_calls
+
+
+# Returned scores
+
+OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+SCORED = {
+    "greedy": {"do_sample": False},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.5},
+    "sampling": {"do_sample": True, "temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SCORED.values(), ids=SCORED)
+def test_fault_26_scores_and_logits(soft, settings, kind):
+    torch.manual_seed(3)
+    plain = soft.generate(PROMPT, max_new_tokens=14, **OUTPUTS, **settings)
+    drafter = drafter_of(soft, kind, plain.sequences[0])
+    torch.manual_seed(3)
+    ours = decode(soft, drafter, PROMPT, max_new_tokens=14, **OUTPUTS, **settings)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(ours, name), getattr(plain, name)
+        assert isinstance(mine, tuple) and len(mine) == len(theirs) == 14
+        assert mine[0].shape == (1, 64)
+        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), atol=1e-4, rtol=1e-4)
+    changed = "repetition_penalty" in settings or settings["do_sample"]
+    assert changed != torch.equal(torch.stack(ours.scores), torch.stack(ours.logits))
+    torch.testing.assert_close(
+        soft.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True),
+        soft.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits"])
+def test_fault_26_only_what_was_asked_is_returned(target, reference, name):
+    drafter = make_stub(target, "oracle-1", reference)
+    asked = {"return_dict_in_generate": True, name: True}
+    result = decode(target, drafter, PROMPT, max_new_tokens=6, **asked)
+    assert (result.scores is not None, result.logits is not None) == (name == "output_scores", name == "output_logits")

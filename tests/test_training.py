@@ -1,0 +1,159 @@
+"""The trainer: no leak, the same forward as inference, acceptance as decoding has it, resuming, and that it learns."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from stubs import VOCAB, make_drafter, make_target
+
+from hf_ddtree import DDTreeConfig
+from hf_ddtree.drafting import DDTreeCandidateGenerator
+from hf_ddtree.target import Context
+from hf_ddtree.training.data import HELD_EVERY, TokenSequence, compute_features, read_sequences
+from hf_ddtree.training.evaluation import held_acceptance
+from hf_ddtree.training.initialise import drafter_from_target
+from hf_ddtree.training.objective import RestrictedHead, block_loss, build_batch, draft_hidden_states
+from hf_ddtree.training.trainer import Trainer, TrainingSettings
+
+PROMPT = 6
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("llama")
+
+
+def greedy_text(target, count, length=24):
+    """Greedy answers of `target` to random prompts, as sequences."""
+    prompts = torch.randint(2, VOCAB, (count, PROMPT), generator=torch.Generator().manual_seed(3))
+    rows = target.generate(prompts, do_sample=False, max_new_tokens=length, attention_mask=torch.ones_like(prompts))
+    return [TokenSequence(row, PROMPT, None) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def features(target):
+    return compute_features(target, greedy_text(target, 12), [0, 2])
+
+
+def test_fault_65_a_block_sees_nothing_at_or_after_its_anchor(target, features):
+    drafter = make_drafter(target)
+    item = features[0]
+    batch = build_batch([item], torch.tensor([[10, 12]]), 8, 5)
+    batch.context.requires_grad_(True)
+    hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch)
+    (gradient,) = torch.autograd.grad(hidden[0, 1].sum(), batch.context)
+    seen = gradient[0].abs().sum(-1) > 0
+    assert seen.tolist() == [True] * 12 + [False] * (len(seen) - 12)
+
+
+def test_fault_40_training_and_inference_draft_the_same(target, features):
+    drafter = make_drafter(target)
+    item, anchor = features[0], 13
+    batch = build_batch([item], torch.tensor([[9, anchor]]), 8, 5)
+    with torch.no_grad():
+        trained = target.lm_head(draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0, 1])
+        generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
+        context = Context(item.context[None, :anchor], torch.arange(anchor)[None])
+        drafted = generator.draft_logits(item.sequence.tokens[None, anchor : anchor + 1], context)[0]
+    torch.testing.assert_close(trained, drafted)
+
+
+def test_loss_is_the_plain_cross_entropy(target, features):
+    drafter = make_drafter(target)
+    head = RestrictedHead(target.lm_head.weight, torch.arange(VOCAB))
+    batch = build_batch(features[:2], torch.tensor([[8, 11], [7, 20]]), 8, 5)
+    hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch).detach().requires_grad_(True)
+
+    weights = torch.exp(-torch.arange(7.0) / 4).expand(2, 2, 7)[batch.labels >= 0]
+    logits = target.lm_head(hidden[batch.labels >= 0])
+    soft = 0.8 * target.lm_head(batch.final[batch.labels >= 0]).softmax(-1)
+    soft = soft + 0.2 * torch.nn.functional.one_hot(batch.labels[batch.labels >= 0], VOCAB)
+    losses = torch.nn.functional.cross_entropy(logits, soft.detach(), reduction="none")
+    expected = (weights * losses).sum() / weights.sum()
+    loss = block_loss(hidden, batch, head, distillation=0.8, decay=4.0)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden))
+
+
+def test_held_acceptance_is_what_decoding_has(target, features):
+    drafter = make_drafter(target)
+    predicted = held_acceptance(drafter, target, features, budgets=(16,))["tree-16"]
+    committed = rounds = 0
+    for item in features:
+        answer = item.sequence.answer_length
+        config = DDTreeConfig(tree_budget=16, max_new_tokens=answer, do_sample=False, return_dict_in_generate=True)
+        prompt = item.sequence.tokens[None, :PROMPT]
+        result = target.generate(prompt, assistant_model=drafter, generation_config=config)
+        assert result.sequences[0].tolist() == item.sequence.tokens.tolist()
+        committed += sum(result.acceptance_lengths[1:])
+        rounds += result.rounds - 1
+    assert predicted == pytest.approx(committed / rounds)
+
+
+def make_trainer(target, features, out, minutes=0.1, learning_rate=1e-2):
+    torch.manual_seed(0)
+    drafter = drafter_from_target(target, 2, 8, 5, [0, 1])
+    settings = TrainingSettings(minutes=minutes, rows=4, blocks=8, min_count=1, learning_rate=learning_rate)
+    return Trainer(drafter, target, features, features[:4], out, settings)
+
+
+@pytest.fixture(scope="module")
+def tapped(target):
+    return compute_features(target, greedy_text(target, 12), [0, 1])
+
+
+def test_it_learns_a_small_text(target, tapped, tmp_path):
+    trainer = make_trainer(target, tapped, tmp_path)
+    before = held_acceptance(trainer.drafter, target, tapped)["tree-16"]
+    losses = [trainer.train_step() for _ in range(150)]
+    after = trainer.evaluate(losses[-1])["tree-16"]
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    assert after > before + 0.5
+    assert json.loads((tmp_path / "log.jsonl").read_text())["tree-16"] == after
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(target, tapped, tmp_path):
+    whole = make_trainer(target, tapped, tmp_path / "whole")
+    losses = [whole.train_step() for _ in range(6)]
+    first = make_trainer(target, tapped, tmp_path / "parts")
+    assert [first.train_step() for _ in range(3)] == losses[:3]
+    first.save_checkpoint()
+    second = make_trainer(target, tapped, tmp_path / "parts")
+    assert second.resume()
+    assert [second.train_step() for _ in range(3)] == losses[3:]
+
+
+def test_a_diverging_run_says_so(target, tapped, tmp_path):
+    trainer = make_trainer(target, tapped, tmp_path)
+    with torch.no_grad():
+        trainer.drafter.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="learning_rate"):
+        trainer.train_step()
+
+
+def write_lines(path, rows):
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_data_is_split_by_line_number(tmp_path):
+    rows = [{"p": [1, n], "g": [2, 3], "t": None} for n in range(2 * HELD_EVERY + 1)]
+    write_lines(tmp_path / "text.jsonl.gz", rows)
+    train, held = read_sequences(tmp_path / "text.jsonl.gz")
+    assert [int(s.tokens[1]) for s in held] == [0, HELD_EVERY, 2 * HELD_EVERY]
+    assert len(train) == 2 * HELD_EVERY - 2
+    assert train[0].prompt_length == 2 and train[0].answer_length == 2
+
+
+@pytest.mark.parametrize("rows", [[], [{"p": [1], "g": [2], "t": None}]])
+def test_too_little_data_is_refused(rows, tmp_path):
+    write_lines(tmp_path / "text.jsonl.gz", rows)
+    with pytest.raises(ValueError, match="at least 2"):
+        read_sequences(tmp_path / "text.jsonl.gz")
+
+
+def test_a_broken_line_is_named(tmp_path):
+    write_lines(tmp_path / "text.jsonl.gz", [{"p": [1], "g": [2], "t": None}, {"p": [1]}])
+    with pytest.raises(ValueError, match="line 2"):
+        read_sequences(tmp_path / "text.jsonl.gz")
