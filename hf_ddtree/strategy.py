@@ -158,7 +158,7 @@ def check_request(model: PreTrainedModel, input_ids: torch.Tensor, config: DDTre
                 raise ValueError(f"`{name}=True` can't be returned by DDTree decoding; leave it off.")
     if synced_gpus:
         raise ValueError("`synced_gpus=True` (ZeRO-3, FSDP) does not go with DDTree decoding; leave it off.")
-    check_target(model)
+    check_target(model, input_ids.shape[1], config.max_length)
 
 
 def register() -> None:

@@ -124,12 +124,13 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def check_target(model: PreTrainedModel) -> None:
+def check_target(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
     """Refuses, before the first forward, targets whose tree forward would be wrong.
 
     Raises:
         ValueError: recurrent state, encoder-decoder, an attention backend that cannot take the mask, layers of
-            another kind than full and sliding attention, or a forward without positions.
+            another kind than full and sliding attention, a forward without positions, or a RoPE that changes with the
+            length within this call.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -153,6 +154,23 @@ def check_target(model: PreTrainedModel) -> None:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name}'s forward takes no `position_ids`; siblings share a position, so trees need them.")
+    _check_rope(text_config, prompt_length, max_length)
+
+
+def _check_rope(text_config: Any, prompt_length: int, max_length: int) -> None:
+    """Refuses lengths at which RoPE frequencies depend on the longest position in a forward: a tree's is ahead."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in [rope] if "rope_type" in rope else rope.values():
+        kind = parameters.get("rope_type", "default")
+        limit = {
+            "dynamic": text_config.max_position_embeddings,  # new frequencies at every length beyond
+            "longrope": parameters.get("original_max_position_embeddings"),  # two sets, the prompt chooses its own
+        }.get(kind)
+        if limit is not None and limit < max_length and not (kind == "longrope" and limit < prompt_length):
+            raise ValueError(
+                f"`max_length` is {max_length}, and the target's {kind} RoPE changes its frequencies beyond {limit} "
+                f"tokens, which a tree would reach too early; set `max_new_tokens` so that `max_length` <= {limit}."
+            )
 
 
 def _layer_types(text_config: Any) -> list[str]:

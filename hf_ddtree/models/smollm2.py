@@ -39,9 +39,11 @@ def smollm2_path() -> Path:
     partial = Path(tempfile.mkdtemp(dir=folder.parent))
     model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+    try:
+        folder.rmdir()  # the empty folder that `cached_assets_path` leaves
+        os.replace(partial, folder)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
     return folder
 
 
