@@ -1,6 +1,8 @@
 """What the strategy asks of a transformers cache: its argument's name, recording, and compaction after a round."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -22,8 +24,8 @@ def output_cache(outputs: ModelOutput) -> Cache:
     return next(outputs[name] for name in CACHE_NAMES if name in outputs)
 
 
-def prepare_cache(cache: Cache | None) -> DynamicCache:
-    """Checks that the cache can be compacted and makes its sliding layers keep what a tree pass pushes out.
+def checked_cache(cache: Cache | None) -> DynamicCache:
+    """The cache, if it can be compacted.
 
     Raises:
         ValueError: no cache, or one with layers whose entries cannot be picked one by one (static, quantised,
@@ -41,8 +43,20 @@ def prepare_cache(cache: Cache | None) -> DynamicCache:
             f"The target's cache has {what}: entries of rejected nodes can't be taken out of it. Use a model whose "
             "layers all are full or sliding attention, with the default `DynamicCache`."
         )
-    cache.activate_past_recording()
     return cache
+
+
+@contextmanager
+def recording(cache: DynamicCache) -> Iterator[None]:
+    """Makes sliding layers keep what a tree pass pushes out of their window; they are as before at the end."""
+    sliding = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    before = [layer.record_past for layer in sliding]
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer, record_past in zip(sliding, before, strict=True):
+            layer.record_past = record_past
 
 
 def compact(cache: DynamicCache, num_nodes: int, path: list[int]) -> None:

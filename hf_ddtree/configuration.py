@@ -1,9 +1,12 @@
 """`DDTreeConfig`: the one argument that switches the strategy on."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import ExplicitEnum
+
+OWN_FIELDS = ("tree_budget", "tree_top_k", "draft_block_size", "synchronize_stages")
 
 
 class DDTreeMode(ExplicitEnum):
@@ -39,6 +42,9 @@ class DDTreeConfig(GenerationConfig):
         # Skips the library's check that the assistant has a tokenizer's worth of its own; reloaded through the base
         # class, the config runs the library's DFlash chain with the same drafter.
         kwargs.setdefault("speculation_type", "dflash")
+        for name in kwargs:  # the base class takes any name
+            if name not in OWN_FIELDS and (meant := get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.85)):
+                raise ValueError(f"`{name}` is no field of DDTreeConfig; did you mean `{meant[0]}`?")
         super().__init__(**kwargs)
 
     def get_generation_mode(self, assistant_model: Any = None) -> ExplicitEnum:
@@ -62,7 +68,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((None, 1), "leave it at 1, or use a plain `GenerationConfig` for beam search."),
     "num_return_sequences": ((None, 1), "leave it at 1 and call `generate` once per sequence."),
     "use_cache": ((None, True), "the strategy needs the cache; leave it on."),
-    "cache_implementation": ((None, "dynamic"), "leave it unset; only the dynamic cache can be compacted."),
+    "cache_implementation": (
+        (None, "dynamic", "hybrid"),
+        'set it to "dynamic"; only the dynamic cache can be compacted.',
+    ),
     "prefill_chunk_size": ((None,), "leave it unset; the drafter needs the whole prompt's hidden states."),
     "prompt_lookup_num_tokens": ((None,), "leave it unset; the tree comes from `assistant_model`."),
     "assistant_early_exit": ((None,), "leave it unset; the tree comes from `assistant_model`."),

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from .acceptance import Accepted, walk
+from .cache import recording
 from .choice import TargetChoice
 from .configuration import DDTreeConfig, DDTreeMode
 from .drafting import DDTreeCandidateGenerator
@@ -60,6 +61,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
     streamer: BaseStreamer | None = None,
     assistant_model: Any = None,
     tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> DDTreeOutput | torch.Tensor:
     """Lossless decoding with draft trees; called by `generate` for a `DDTreeConfig`.
@@ -70,33 +72,14 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
     Returns:
         [1, length] token ids, or a `DDTreeOutput`.
     """
-    check_request(self, input_ids, generation_config, synced_gpus)
-    drafter = DDTreeCandidateGenerator(assistant_model, self, generation_config)
-    target = Target(self, model_kwargs, drafter.target_layer_ids)
-    choice = TargetChoice(input_ids, logits_processor, stopping_criteria, generation_config)
-    figures = Figures(self.device if generation_config.synchronize_stages else None)
-
     try:
-        with figures.stage("prefill"):
-            outputs = target.prefill(input_ids, generation_config)
-        tree = root_tree(input_ids[:, -1:] if input_ids.shape[1] else input_ids.new_zeros(1, 1))
-        with self._optimize_model_for_decode():
-            while True:
-                with figures.stage("accept"):
-                    accepted = walk(tree, choice.over(outputs.logits))
-                with figures.stage("commit"):
-                    context = target.commit(outputs, tree.num_nodes, accepted)
-                figures.count(tree, accepted)
-                stream_round(streamer, tree, accepted)
-                if accepted.finished:
-                    break
-                root = choice.ids[:, -1:]
-                with figures.stage("draft"):
-                    marginals = drafter.draft(root, context, max_depth=choice.remaining - 1)
-                with figures.stage("build"):
-                    tree = drafter.build(root, marginals)
-                with figures.stage("verify"):
-                    outputs = target.verify(tree)
+        check_request(self, input_ids, generation_config, synced_gpus, assistant_tokenizer)
+        drafter = DDTreeCandidateGenerator(assistant_model, self, generation_config)
+        target = Target(self, model_kwargs, drafter.target_layer_ids)
+        choice = TargetChoice(input_ids, logits_processor, stopping_criteria, generation_config)
+        figures = Figures(self.device if generation_config.synchronize_stages else None)
+        with recording(target.cache):
+            decode_rounds(target, drafter, choice, figures, streamer)
     finally:
         if streamer is not None:
             streamer.end()
@@ -114,6 +97,36 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         stage_seconds=figures.seconds,
         **{target.cache_name: target.cache},
     )
+
+
+def decode_rounds(
+    target: Target,
+    drafter: DDTreeCandidateGenerator,
+    choice: TargetChoice,
+    figures: "Figures",
+    streamer: BaseStreamer | None,
+) -> None:
+    """The decoding loop: draft, build, verify, accept, commit, until the target's choice ends it."""
+    with figures.stage("prefill"):
+        outputs = target.prefill(choice.ids, drafter.config)
+    tree = root_tree(choice.ids.new_zeros(1, 1))  # the prefill verified the root alone: the prompt's last token
+    with target.model._optimize_model_for_decode():
+        while True:
+            with figures.stage("accept"):
+                accepted = walk(tree, choice.over(outputs.logits))
+            with figures.stage("commit"):
+                context = target.commit(outputs, tree.num_nodes, accepted)
+            figures.count(tree, accepted)
+            stream_round(streamer, tree, accepted)
+            if accepted.finished:
+                break
+            root = choice.ids[:, -1:]
+            with figures.stage("draft"):
+                marginals = drafter.draft(root, context, max_depth=choice.remaining - 1)
+            with figures.stage("build"):
+                tree = drafter.build(root, marginals)
+            with figures.stage("verify"):
+                outputs = target.verify(tree)
 
 
 class Figures:
@@ -144,9 +157,10 @@ class Figures:
         self.verified_nodes += tree.num_nodes - 1
 
 
-def check_request(model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool) -> None:
+def check_request(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool, assistant_tokenizer: Any
+) -> None:
     """Refuses what the strategy cannot do, before the first forward; raises ValueError."""
-    config.validate()
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"The batch size is {input_ids.shape[0]}; DDTree decoding works on one sequence at a time: call `generate` "
@@ -156,9 +170,13 @@ def check_request(model: PreTrainedModel, input_ids: torch.Tensor, config: DDTre
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
                 raise ValueError(f"`{name}=True` can't be returned by DDTree decoding; leave it off.")
+    if assistant_tokenizer is not None:
+        raise ValueError(
+            "`assistant_tokenizer` was given, but a DFlash drafter uses the target's tokens; leave it out."
+        )
     if synced_gpus:
         raise ValueError("`synced_gpus=True` (ZeRO-3, FSDP) does not go with DDTree decoding; leave it off.")
-    check_target(model, input_ids.shape[1], config.max_length)
+    check_target(model, config.max_length)
 
 
 def register() -> None:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import Accepted
-from .cache import cache_name, compact, output_cache, prefix_length, prepare_cache
+from .cache import cache_name, checked_cache, compact, output_cache, prefix_length
 from .masks import tree_mask
 from .tree import Tree
 
@@ -20,6 +22,7 @@ HANDLED_KWARGS = {
     *("output_hidden_states", "output_attentions", "token_type_ids", "mm_token_type_ids", "input_ids"),
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
 }
+TAPS_BY_LIST = Version(transformers.__version__) >= Version("5.24")
 SUPPORTED_ATTENTION = ("eager", "sdpa")
 
 
@@ -49,19 +52,15 @@ class Target:
         self.model, self.target_layer_ids = model, target_layer_ids
         self.cache_name = cache_name(model)
         self.kwargs = dict(model_kwargs)
-        self.cache = prepare_cache(model_kwargs.get(self.cache_name))
+        self.cache = checked_cache(model_kwargs.get(self.cache_name))
         text_config = model.config.get_text_config(decoder=True)
         self.layer_types = _layer_types(text_config)
         self.sliding_window = getattr(text_config, "sliding_window", None)
-        self.num_layers = text_config.num_hidden_layers
 
     @property
     def output_hidden_states(self) -> list[int] | bool:
-        """Only the tapped layers; all of them where a tap is near the end: given a list, transformers 5.17 leaves the
-        last entry out and puts the final state into the one before it.
-        """
-        taps = [layer + 1 for layer in self.target_layer_ids]
-        return True if max(taps) >= self.num_layers - 1 else taps
+        """Only the tapped layers; all before transformers 5.24: given a list, 5.17 returns one layer too far."""
+        return [layer + 1 for layer in self.target_layer_ids] if TAPS_BY_LIST else True
 
     def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> ModelOutput:
         """The library's own prefill; its logits are those of a tree of the root alone, the prompt's last token."""
@@ -124,7 +123,7 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def check_target(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+def check_target(model: PreTrainedModel, max_length: int) -> None:
     """Refuses, before the first forward, targets whose tree forward would be wrong.
 
     Raises:
@@ -154,19 +153,19 @@ def check_target(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name}'s forward takes no `position_ids`; siblings share a position, so trees need them.")
-    _check_rope(text_config, prompt_length, max_length)
+    _check_rope(text_config, max_length)
 
 
-def _check_rope(text_config: Any, prompt_length: int, max_length: int) -> None:
+def _check_rope(text_config: Any, max_length: int) -> None:
     """Refuses lengths at which RoPE frequencies depend on the longest position in a forward: a tree's is ahead."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     for parameters in [rope] if "rope_type" in rope else rope.values():
         kind = parameters.get("rope_type", "default")
         limit = {
             "dynamic": text_config.max_position_embeddings,  # new frequencies at every length beyond
-            "longrope": parameters.get("original_max_position_embeddings"),  # two sets, the prompt chooses its own
+            "longrope": parameters.get("original_max_position_embeddings"),  # other frequencies beyond
         }.get(kind)
-        if limit is not None and limit < max_length and not (kind == "longrope" and limit < prompt_length):
+        if limit is not None and limit < max_length:
             raise ValueError(
                 f"`max_length` is {max_length}, and the target's {kind} RoPE changes its frequencies beyond {limit} "
                 f"tokens, which a tree would reach too early; set `max_new_tokens` so that `max_length` <= {limit}."

@@ -76,7 +76,7 @@ def top_marginals(logits: torch.Tensor, top_k: int) -> Marginals:
     best, tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = best - logits.logsumexp(dim=-1, keepdim=True)
     # Rounding may leave a certain token a hair above 0, which would rank a child before its parent.
-    return Marginals(tokens, log_probs.nan_to_num(nan=-torch.inf, posinf=0.0).clamp(max=0.0))
+    return Marginals(tokens, log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf).clamp(max=0.0))
 
 
 def build_tree(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:

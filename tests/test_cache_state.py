@@ -1,10 +1,11 @@
 """What the caches hold after every round, and what a verify forward is given and returns."""
 
+import itertools
+
 import pytest
 import torch
 from stubs import FAMILIES, decode, greedy, make_stub, make_target
 
-from hf_ddtree import DDTreeConfig
 from hf_ddtree.cache import cache_name, output_cache
 from hf_ddtree.drafting import DDTreeCandidateGenerator
 from hf_ddtree.target import Context, Target
@@ -71,7 +72,7 @@ def test_fault_02_cache_holds_the_committed_tokens_but_the_last(family, kind, mo
     committed = on_commit(monkeypatch, LONG, check)
     tokens = decode(target, make_stub(target, kind, reference), LONG, max_new_tokens=18)
     assert tokens[0].tolist() == committed == reference[: len(committed)].tolist()
-    steps = {after - before for before, after in zip(lengths, lengths[1:], strict=False)}
+    steps = {after - before for before, after in itertools.pairwise(lengths)}
     assert kind == "rand" or (steps == {1}) == (kind == "anti")
 
 
@@ -175,7 +176,7 @@ def decoder_layers(target):
     return target.get_decoder().layers
 
 
-@pytest.mark.parametrize("tapped", [[2, 0], [2, 0, 3]], ids=["inner", "with-last"])
+@pytest.mark.parametrize("tapped", [[1, 0], [2, 0], [2, 0, 3]], ids=["early", "late", "last"])
 def test_fault_14_context_is_the_output_of_the_tapped_layers(family, tapped, monkeypatch):
     """Layer 3 is the last: its entry comes after the final norm."""
     target, reference = family
@@ -258,14 +259,3 @@ def test_fault_32_returned_cache_continues_in_plain_generate(family, eos_cuts):
     all_real = torch.ones_like(turn)  # without a mask `generate` takes pad ids for padding
     continued = greedy(target, turn, 12, attention_mask=all_real, **{cache_name(target): cache})
     assert continued.tolist() == greedy(target, turn, 12, attention_mask=all_real).tolist()
-
-
-def test_fault_31_given_cache_of_half_the_prompt():
-    target = make_target("qwen3")
-    reference = greedy(target, LONG, 20)
-    drafter = make_stub(target, "oracle-2", reference[0])
-    half = output_cache(forward(target, LONG[0, :10].tolist(), use_cache=True))
-    config = DDTreeConfig(do_sample=False, max_new_tokens=20)
-    name = cache_name(target)
-    tokens = target.generate(LONG, assistant_model=drafter, generation_config=config, **{name: half})
-    assert tokens.tolist() == reference.tolist()

@@ -1,6 +1,7 @@
 """Settings arrive or are refused by name, before the first forward; nothing is left behind."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,29 +35,21 @@ def drafter(target):
     return make_drafter(target)
 
 
-class Forwards:
-    """Counts a model's forwards while it is open."""
-
-    def __init__(self, model):
-        self.count, self.model = 0, model
-
-    def __enter__(self):
-        self.hook = self.model.register_forward_pre_hook(self.tick)
-        return self
-
-    def __exit__(self, *_):
-        self.hook.remove()
-
-    def tick(self, *_):
-        self.count += 1
+@contextmanager
+def forwards_of(model):
+    """A list that grows by one with each forward of the model."""
+    seen = []
+    hook = model.register_forward_pre_hook(lambda *_: seen.append(1))
+    yield seen
+    hook.remove()
 
 
 def refused(model, *parts, ids=PROMPT, **call):
     """`generate` raises a ValueError with all `parts` in its message, and the model never ran."""
     call.setdefault("generation_config", DDTreeConfig(do_sample=False, max_new_tokens=4))
-    with Forwards(model) as forwards, pytest.raises(ValueError) as error:
+    with forwards_of(model) as forwards, pytest.raises(ValueError) as error:
         model.generate(ids, **call)
-    assert forwards.count == 0
+    assert not forwards
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
@@ -94,6 +87,12 @@ AS_KEYWORD = [(name, value) for name, value in WRONG if value is not None]
 def test_fault_23_keyword_is_refused_by_name_before_any_forward(target, drafter, name, value):
     config = DDTreeConfig(do_sample=True, max_new_tokens=4)
     refused(target, name, str(value), assistant_model=drafter, generation_config=config, **{name: value})
+
+
+def test_value_assigned_after_construction_is_refused(target, drafter):
+    config = DDTreeConfig(do_sample=False, max_new_tokens=4)
+    config.tree_budget = -1
+    refused(target, "`tree_budget` is -1", assistant_model=drafter, generation_config=config)
 
 
 @pytest.mark.parametrize("fields", [{"tree_budget": 0}, {"tree_top_k": 1, "draft_block_size": 1}], ids=str)
@@ -142,26 +141,29 @@ def trees(monkeypatch):
 
 @pytest.mark.parametrize("as_keyword", [False, True], ids=["config", "keyword beats config"])
 def test_fault_23_settings_reach_the_trees(target, as_keyword, trees):
-    """No draft is ever right here, so round n of 6 drafts to depth 6 - n at most, and round 5 has two nodes only."""
-    wanted = {"tree_budget": 3, "tree_top_k": 2, "draft_block_size": 3}
-    others = {"tree_budget": 9, "tree_top_k": 1, "draft_block_size": 5}
-    config = DDTreeConfig(do_sample=False, max_new_tokens=6, return_dict_in_generate=True)
-    config.update(**(others if as_keyword else wanted))
-    stub = make_stub(target, "anti", greedy(target, PROMPT, 20)[0])
-    call = wanted if as_keyword else {}
-    result = target.generate(PROMPT, assistant_model=stub, generation_config=config, **call)
-    assert result.verified_nodes == 3 + 3 + 3 + 2 and result.rounds == 6
-    assert {int((tree.depths == 1).sum()) for tree in trees[:-1]} <= {1, 2}
-    assert all(int(tree.depths.max()) <= 2 for tree in trees)
-    assert config.tree_budget == (9 if as_keyword else 3)  # the user's object stays as it was
+    """No draft is ever right here, so each of 12 rounds drafts anew, up to what is left to generate."""
+    for wanted, nodes, depth in (
+        ({"tree_budget": 3, "tree_top_k": 1, "draft_block_size": 8}, 3, 3),
+        ({"tree_budget": 9, "tree_top_k": 1, "draft_block_size": 3}, 2, 2),
+        ({"tree_budget": 5, "tree_top_k": 2, "draft_block_size": 2}, 2, 1),
+        ({"tree_budget": 5, "tree_top_k": 9, "draft_block_size": 2}, 5, 1),
+    ):
+        trees.clear()
+        others = {"tree_budget": 4, "tree_top_k": 4, "draft_block_size": 4}
+        config = DDTreeConfig(do_sample=False, max_new_tokens=12, **(others if as_keyword else wanted))
+        before = config.to_dict()
+        stub = make_stub(target, "anti", greedy(target, PROMPT, 20)[0])
+        call = wanted if as_keyword else {}
+        target.generate(PROMPT, assistant_model=stub, generation_config=config, **call)
+        assert {(tree.num_nodes - 1, int(tree.depths.max())) for tree in trees[:6]} == {(nodes, depth)}
+        assert config.to_dict() == before  # the user's object stays as it was
 
 
-def test_budget_as_a_keyword_alone(target, drafter):
+def test_budget_as_a_keyword_shows_in_the_result(target):
     config = DDTreeConfig(do_sample=False, max_new_tokens=6, return_dict_in_generate=True)
     stub = make_stub(target, "anti", greedy(target, PROMPT, 20)[0])
-    assert target.generate(PROMPT, assistant_model=stub, generation_config=config).verified_nodes == 4 * 32
-    kept = target.generate(PROMPT, assistant_model=stub, generation_config=config, tree_budget=3)
-    assert kept.verified_nodes == 4 * 3
+    result = target.generate(PROMPT, assistant_model=stub, generation_config=config, tree_budget=3)
+    assert result.verified_nodes == 4 * 3  # the prefill and the last of six rounds draft nothing
 
 
 def test_fault_25_misspelt_keyword_is_refused(target, drafter):
@@ -174,11 +176,11 @@ def test_fault_25_misspelt_keyword_is_refused(target, drafter):
 @pytest.mark.parametrize("kind", ["oracle-1", "oracle-2", "anti", "rand"])
 def test_output_figures(target, kind, trees):
     stub = make_stub(target, kind, greedy(target, PROMPT, 30)[0])
-    with Forwards(target) as forwards:
+    with forwards_of(target) as forwards:
         result = decode(target, stub, PROMPT, max_new_tokens=21, return_dict_in_generate=True)
     assert isinstance(result, DDTreeOutput)
     assert sum(result.acceptance_lengths) == result.sequences.shape[1] - START == 21
-    assert result.rounds == len(result.acceptance_lengths) == forwards.count == len(trees) + 1
+    assert result.rounds == len(result.acceptance_lengths) == len(forwards) == len(trees) + 1
     assert result.acceptance_lengths[0] == 1 and max(result.acceptance_lengths) <= BLOCK
     assert result.verified_nodes == sum(tree.num_nodes - 1 for tree in trees)
     assert result.mean_acceptance_length == pytest.approx(20 / (result.rounds - 1))

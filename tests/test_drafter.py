@@ -1,5 +1,6 @@
 """The drafter model: its config and checkpoint layouts, its forward and its cache."""
 
+import itertools
 import json
 
 import pytest
@@ -249,7 +250,7 @@ def test_incremental_calls_equal_one_call_without_cache(target, layers, cuts):
     cache = DFlashCache(config=drafter.config)
     cache.activate_past_recording()
     whole = inputs(20)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         if start:
             cache.crop(-BLOCK)
         cache.set_previous_accepted_tokens(end - start)

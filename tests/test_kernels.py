@@ -17,9 +17,7 @@ def test_masked_sdpa_equals_the_loops(prefix, kv_heads):
     generator = torch.Generator().manual_seed(prefix)
     query = torch.randn(4, 7, 8, generator=generator)
     key, value = (torch.randn(kv_heads, prefix + 7, 8, generator=generator) for _ in range(2))
-    tree = Tree(
-        torch.zeros(1, 7, dtype=torch.long), torch.tensor([PARENTS]), torch.tensor([DEPTHS]), torch.zeros(1, 7)
-    )
+    tree = Tree(torch.zeros(1, 7, dtype=torch.long), torch.tensor([PARENTS]), torch.tensor([DEPTHS]), torch.zeros(1, 7))
     mask = tree_mask(tree, torch.ones(1, prefix, dtype=torch.bool), torch.float32)
     dense = torch.nn.functional.scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=mask, scale=0.3, enable_gqa=True

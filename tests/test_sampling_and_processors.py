@@ -281,6 +281,25 @@ def test_fault_26_scores_and_logits(soft, settings, kind):
     )
 
 
+class InPlace(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, ::3] = -50.0
+        return scores
+
+
+@torch.no_grad()
+def test_fault_26_raw_logits_survive_a_processor_that_works_in_place(soft):
+    """Against a forward, since plain decoding returns raw logits that such a processor has overwritten."""
+    processors = LogitsProcessorList([InPlace()])
+    expected = greedy(soft, PROMPT, 14, logits_processor=processors)
+    drafter = make_stub(soft, "oracle-2", expected[0])
+    ours = decode(soft, drafter, PROMPT, max_new_tokens=14, logits_processor=processors, **OUTPUTS)
+    assert ours.sequences.tolist() == expected.tolist()
+    raw = torch.cat(ours.logits)
+    torch.testing.assert_close(raw, soft(expected).logits[0, START - 1 : -1], atol=1e-4, rtol=1e-4)
+    assert bool((torch.cat(ours.scores)[:, ::3] == -50.0).all())
+
+
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
 def test_fault_26_only_what_was_asked_is_returned(target, reference, name):
     drafter = make_stub(target, "oracle-1", reference)

@@ -116,10 +116,11 @@ def paths(tree, row):
     return list(zip(of_node[1:], tree.scores[row, 1:].tolist(), strict=True))
 
 
-def tied_logits(seed, batch=2, depth=3, vocab=5):
-    """Quarters, so that sums of log-probabilities often tie as well."""
+def tied_marginals(seed, batch=2, depth=3, width=3):
+    """Log-probabilities in halves, so that sums are exact and tie often; every token has its own number."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, (batch, depth, vocab), generator=generator) / 4
+    log_probs = torch.randint(-5, 1, (batch, depth, width), generator=generator).sort(-1, descending=True).values / 2
+    return Marginals(torch.arange(batch * depth * width).view(batch, depth, width), log_probs)
 
 
 def roots(batch):
@@ -127,13 +128,23 @@ def roots(batch):
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_fault_51_set_and_order_equal_brute_force(kind, seed):
-    for budget in (1, 2, 7, 20, 39, 200):
-        marginals = top_marginals(tied_logits(seed), top_k=3)
+    marginals = tied_marginals(seed)
+    for budget in (1, 2, 3, 4, 5, 6, 7, 10, 20, 39, 200):
         tree = BUILDERS[kind](roots(2), marginals, budget)
         for row in range(2):
             assert paths(tree, row) == brute_force(marginals, row, budget)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_fault_51_tie_between_children_of_unequal_parents(kind):
+    """Node 18 ties with nine children of a better parent; its rank tuple (0, 1, 0) is the least."""
+    rows = [[-1, -1.5] + [-99] * 8, [-1, -2] + [-99] * 8, [-1] + [-1.5] * 9]
+    marginals = Marginals(torch.arange(30).view(1, 3, 10), torch.tensor([rows]))
+    tree = BUILDERS[kind](roots(1), marginals, budget=18)
+    assert paths(tree, 0) == brute_force(marginals, 0, 18)
+    assert paths(tree, 0)[-1] == ((0, 11, 20), -4.0)
 
 
 @pytest.mark.parametrize("kind", BUILDERS)

@@ -121,7 +121,7 @@ def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -
     layers = theirs.num_hidden_layers
     for name, value, wanted in (
         ("hidden_size", ours.hidden_size, theirs.hidden_size),
-        ("vocab_size", ours.vocab_size, theirs.vocab_size),
+        ("vocab_size", ours.vocab_size or theirs.vocab_size, theirs.vocab_size),
         ("num_target_layers", ours.num_target_layers or layers, layers),
     ):
         if value != wanted:
@@ -129,6 +129,7 @@ def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -
                 f"The drafter's `{name}` is {value} and the target's is {wanted}: it was trained for another target. "
                 "Use a drafter made for this one."
             )
+    ours.check_mask_token(theirs.vocab_size)
     if max(ours.target_layer_ids) >= layers:
         raise ValueError(
             f"The drafter's `target_layer_ids` is {ours.target_layer_ids}, but the target has layers 0..{layers - 1}. "

@@ -24,7 +24,8 @@ class DFlashConfig(Qwen3Config):
             The last target layer's output is taken after the target's final norm.
         num_target_layers: layers of the target it was trained for, where the checkpoint says so.
 
-    `vocab_size` and the special ids are the target's. `rope_parameters["attention_factor"]` overrides YaRN's amplitude.
+    `vocab_size` and the special ids are the target's; `vocab_size` is None where the checkpoint does not say, as in the
+    assistant layout. `rope_parameters["attention_factor"]` overrides YaRN's amplitude.
 
     Raises:
         ValueError: a field is missing, out of range, or given twice with different values.
@@ -33,6 +34,7 @@ class DFlashConfig(Qwen3Config):
     model_type = "dflash"
     has_no_defaults_at_init = True
 
+    vocab_size: int | None = None
     block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
@@ -66,11 +68,7 @@ class DFlashConfig(Qwen3Config):
         assert self.block_size is not None and self.mask_token_id is not None and self.target_layer_ids is not None
         if self.block_size < 1:
             raise ValueError(f"`block_size` is {self.block_size}; it counts the anchor token too, so it is at least 1.")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` is {self.mask_token_id}, outside the target's vocabulary of `vocab_size` "
-                f"{self.vocab_size}. It needs a row in the target's embedding: use the id the drafter was trained with."
-            )
+        self.check_mask_token(self.vocab_size)
         taps = self.target_layer_ids
         last = self.num_target_layers - 1 if self.num_target_layers else None
         if not taps or min(taps) < 0 or len(set(taps)) < len(taps) or (last is not None and max(taps) > last):
@@ -79,6 +77,15 @@ class DFlashConfig(Qwen3Config):
         sliding = "sliding_attention" in (self.layer_types or [])
         if sliding and not self.sliding_window:
             raise ValueError(f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window}; set it.")
+
+    def check_mask_token(self, vocab_size: int | None) -> None:
+        """Raises ValueError unless `mask_token_id` has a row in an embedding of `vocab_size` (None: unknown) rows."""
+        mask = self.mask_token_id
+        if mask is None or mask < 0 or (vocab_size is not None and mask >= vocab_size):
+            raise ValueError(
+                f"`mask_token_id` is {mask}, outside the target's vocabulary of `vocab_size` {vocab_size}. It needs "
+                "a row in the target's embedding: use the id the drafter was trained with."
+            )
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
