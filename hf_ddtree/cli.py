@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_run_generate)
 
     for command in (demo, generate):
-        command.add_argument("--budget", type=int, default=32, help="tree nodes per round (32)")
+        command.add_argument("--budget", type=int, default=16, help="tree nodes per round (16)")
         command.add_argument("--max-new-tokens", type=int, default=128)
         command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
         command.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and method (2)")
@@ -130,7 +130,7 @@ def _race(
     options: argparse.Namespace,
 ) -> None:
     inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
-    methods = race.contenders(drafter, sorted({16, options.budget}), options.max_new_tokens)
+    methods = race.contenders(drafter, sorted({8, 16, 32, options.budget}), options.max_new_tokens)
     runs = race.race(target, inputs, methods, options.repeats)
     rows = race.summary(runs)
     where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
