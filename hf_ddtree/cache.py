@@ -14,9 +14,18 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(target: PreTrainedModel) -> str:
-    """What the target's forward calls its cache; the other name would be ignored without a word."""
+    """What the target's forward calls its cache; the other name would be ignored without a word.
+
+    Raises:
+        ValueError: it takes none.
+    """
     parameters = inspect.signature(target.forward).parameters
-    return next(name for name in CACHE_NAMES if name in parameters)
+    for name in CACHE_NAMES:
+        if name in parameters:
+            return name
+    raise ValueError(
+        f"{type(target).__name__}'s forward takes no cache; DDTree decoding needs one. Use another target."
+    )
 
 
 def output_cache(outputs: ModelOutput) -> Cache:
@@ -31,17 +40,13 @@ def checked_cache(cache: Cache | None) -> DynamicCache:
         ValueError: no cache, or one with layers whose entries cannot be picked one by one (static, quantised,
             offloaded, recurrent, indexed).
     """
-    if cache is None:
-        raise ValueError(
-            "`use_cache=False` does not go with DDTree decoding: the strategy needs the cache; leave it on."
-        )
     supported = (DynamicLayer, DynamicSlidingWindowLayer)
-    kinds = {type(layer).__name__ for layer in cache.layers if type(layer) not in supported}
+    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", []) if type(layer) not in supported}
     if not isinstance(cache, DynamicCache) or kinds or getattr(cache, "offloading", False):
         what = f"layers of type {sorted(kinds)}" if kinds else f"type {type(cache).__name__}"
         raise ValueError(
-            f"The target's cache has {what}: entries of rejected nodes can't be taken out of it. Use a model whose "
-            "layers all are full or sliding attention, with the default `DynamicCache`."
+            f"`cache`, the target's or the one given, has {what}: entries of rejected nodes can't be taken out of it. "
+            "Use a model whose layers all are full or sliding attention, with the default `DynamicCache`."
         )
     return cache
 

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         return options.run(options)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, FloatingPointError) as error:
         print(f"hf-ddtree {options.command}: {error}", file=sys.stderr)
         return 1
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--budget", type=int, default=16, help="tree nodes per round (16)")
         command.add_argument("--max-new-tokens", type=int, default=128)
         command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-        command.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and method (2)")
+        command.add_argument("--repeats", type=_positive, default=2, help="timed runs per prompt and method (2)")
 
     train = commands.add_parser("train", help="train a drafter on a target's own text")
     train.add_argument("--model", required=True, help="target: a folder, a Hub name, or `smollm2`")
@@ -68,7 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def _run_demo(options: argparse.Namespace) -> int:
+    if not DEMO_DRAFTER.exists():
+        raise ValueError(f"the demo's drafter is not at {DEMO_DRAFTER}; run from a checkout, or use `generate`.")
     target, tokenizer = load_smollm2(getattr(torch, options.dtype))
     drafter = DFlashDraftModel.from_pretrained(DEMO_DRAFTER, dtype=target.dtype)
     prompts = [options.prompt or PROMPTS[0], *PROMPTS[1:]]

@@ -42,10 +42,16 @@ class DDTreeConfig(GenerationConfig):
         # Skips the library's check that the assistant has a tokenizer's worth of its own; reloaded through the base
         # class, the config runs the library's DFlash chain with the same drafter.
         kwargs.setdefault("speculation_type", "dflash")
+        known = {*OWN_FIELDS, *vars(GenerationConfig())}
         for name in kwargs:  # the base class takes any name
-            if name not in OWN_FIELDS and (meant := get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.85)):
+            if name not in known and (meant := get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.7)):
                 raise ValueError(f"`{name}` is no field of DDTreeConfig; did you mean `{meant[0]}`?")
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_model_config(cls, model_config: Any) -> "DDTreeConfig":
+        """As the base class's, with the tree's fields at their defaults."""
+        return cls(**GenerationConfig.from_model_config(model_config).to_diff_dict())
 
     def get_generation_mode(self, assistant_model: Any = None) -> ExplicitEnum:
         """Always DDTree; transformers looks the decoding method up by it."""
@@ -57,6 +63,8 @@ class DDTreeConfig(GenerationConfig):
         _check_int("tree_budget", self.tree_budget, minimum=0, optional=False)
         _check_int("tree_top_k", self.tree_top_k, minimum=1, optional=True)
         _check_int("draft_block_size", self.draft_block_size, minimum=1, optional=True)
+        if not isinstance(self.synchronize_stages, bool):
+            raise ValueError(f"`synchronize_stages` is {self.synchronize_stages!r}; it must be True or False.")
         for name, (accepted, remedy) in UNSUPPORTED.items():
             value = getattr(self, name, None)
             if value not in accepted:
@@ -76,6 +84,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_lookup_num_tokens": ((None,), "leave it unset; the tree comes from `assistant_model`."),
     "assistant_early_exit": ((None,), "leave it unset; the tree comes from `assistant_model`."),
     "use_mtp": ((None, False), "leave it unset; the tree comes from `assistant_model`."),
+    "num_beam_groups": ((None, 1), "leave it unset, or use a plain `GenerationConfig` for beam search."),
+    "force_words_ids": ((None,), "leave it unset, or use a plain `GenerationConfig` for constrained beam search."),
+    "constraints": ((None,), "leave it unset, or use a plain `GenerationConfig` for constrained beam search."),
     "penalty_alpha": ((None, 0), "leave it unset; contrastive search is another strategy."),
     "dola_layers": ((None,), "leave it unset; DoLa is another strategy."),
 }

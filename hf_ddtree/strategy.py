@@ -18,7 +18,7 @@ from .choice import TargetChoice
 from .configuration import DDTreeConfig, DDTreeMode
 from .drafting import DDTreeCandidateGenerator
 from .streaming import stream_round
-from .target import Target, check_target
+from .target import Target, check_rope, check_target
 from .tree import Tree, root_tree
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
@@ -73,7 +73,8 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         [1, length] token ids, or a `DDTreeOutput`.
     """
     try:
-        check_request(self, input_ids, generation_config, synced_gpus, assistant_tokenizer)
+        unset = {"synced_gpus": synced_gpus, "assistant_tokenizer": assistant_tokenizer}
+        check_request(self, input_ids, generation_config, model_kwargs, unset)
         drafter = DDTreeCandidateGenerator(assistant_model, self, generation_config)
         target = Target(self, model_kwargs, drafter.target_layer_ids)
         choice = TargetChoice(input_ids, logits_processor, stopping_criteria, generation_config)
@@ -112,8 +113,8 @@ def decode_rounds(
     tree = root_tree(choice.ids.new_zeros(1, 1))  # the prefill verified the root alone: the prompt's last token
     with target.model._optimize_model_for_decode():
         while True:
-            with figures.stage("accept"):
-                accepted = walk(tree, choice.over(outputs.logits))
+            with figures.stage("accept"), target.undoing(tree):
+                accepted = walk(tree, choice.over(outputs.logits[:, -tree.num_nodes :]))
             with figures.stage("commit"):
                 context = target.commit(outputs, tree.num_nodes, accepted)
             figures.count(tree, accepted)
@@ -158,9 +159,17 @@ class Figures:
 
 
 def check_request(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: DDTreeConfig, synced_gpus: bool, assistant_tokenizer: Any
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: DDTreeConfig,
+    model_kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    """Refuses what the strategy cannot do, before the first forward; raises ValueError."""
+    """Refuses what the strategy cannot do, before the first forward; raises ValueError.
+
+    Args:
+        options: arguments of `generate` that must be unset.
+    """
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"The batch size is {input_ids.shape[0]}; DDTree decoding works on one sequence at a time: call `generate` "
@@ -170,13 +179,12 @@ def check_request(
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
                 raise ValueError(f"`{name}=True` can't be returned by DDTree decoding; leave it off.")
-    if assistant_tokenizer is not None:
-        raise ValueError(
-            "`assistant_tokenizer` was given, but a DFlash drafter uses the target's tokens; leave it out."
-        )
-    if synced_gpus:
-        raise ValueError("`synced_gpus=True` (ZeRO-3, FSDP) does not go with DDTree decoding; leave it off.")
-    check_target(model, config.max_length)
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"`{name}={value!r}` does not go with DDTree decoding; leave it out.")
+    check_target(model)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        check_rope(model, int(positions.max()) + 1 + config.max_length - input_ids.shape[1])
 
 
 def register() -> None:

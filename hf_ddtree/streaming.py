@@ -51,12 +51,16 @@ class ColourStreamer(RoundStreamer):
                 self._print(token, SPINE if on_spine else BRANCH)
 
     def end(self) -> None:
-        """Ends the line."""
+        """Prints what was held back of an unfinished character, and ends the line."""
+        print(self._text()[len(self.printed) :], end="")
         print(PLAIN if self.colour else "", flush=True)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=True)
 
     def _print(self, token: int, colour: str) -> None:
         self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = self._text()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character that later tokens complete
             return
         new, self.printed = text[len(self.printed) :], text
@@ -64,8 +68,9 @@ class ColourStreamer(RoundStreamer):
 
 
 def stream_round(streamer: BaseStreamer | None, tree: Tree, accepted: Accepted) -> None:
-    """Hands a round to a streamer of either kind; others get the tokens at once, as the library's strategies do."""
+    """Hands a round to a streamer of either kind; others get token after token, as plain decoding gives them."""
     if isinstance(streamer, RoundStreamer):
         streamer.put_round(tree, accepted)
     elif streamer is not None:
-        streamer.put(torch.tensor(accepted.tokens))
+        for token in accepted.tokens:
+            streamer.put(torch.tensor([token]))

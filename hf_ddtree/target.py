@@ -1,6 +1,8 @@
 """The target's side of a round: prefill, the tree forward, and the commit to its cache."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], target_layer_ids: list[int]):
         self.model, self.target_layer_ids = model, target_layer_ids
         self.cache_name = cache_name(model)
+        self.has_router = "output_router_logits" in inspect.signature(model.forward).parameters
         self.kwargs = dict(model_kwargs)
         self.cache = checked_cache(model_kwargs.get(self.cache_name))
         text_config = model.config.get_text_config(decoder=True)
@@ -77,6 +80,10 @@ class Target:
         positions = self.kwargs["position_ids"][..., -1:] + tree.depths  # the root stands at the last position
         inputs = {key: value for key, value in self.kwargs.items() if key not in HANDLED_KWARGS}
         inputs[self.cache_name] = self.cache
+        if (types := self.kwargs.get("token_type_ids")) is not None:  # new tokens are of the last one's type
+            inputs["token_type_ids"] = types[:, -1:].expand(-1, tree.num_nodes)
+        if self.has_router:
+            inputs["output_router_logits"] = False  # its loss would read the tree mask as a padding mask
         return self.model(
             input_ids=tree.tokens,
             attention_mask=self._masks(tree),
@@ -86,6 +93,15 @@ class Target:
             return_dict=True,
             **inputs,
         )
+
+    @contextmanager
+    def undoing(self, tree: Tree) -> Iterator[None]:
+        """Takes the tree's nodes but the root out of the cache if the block raises: the caller may own the cache."""
+        try:
+            yield
+        except BaseException:
+            compact(self.cache, tree.num_nodes, [0])
+            raise
 
     def commit(self, outputs: ModelOutput, num_nodes: int, accepted: Accepted) -> Context:
         """Compacts the cache to the accepted path and advances mask and positions; returns the drafter's news.
@@ -123,13 +139,12 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def check_target(model: PreTrainedModel, max_length: int) -> None:
+def check_target(model: PreTrainedModel) -> None:
     """Refuses, before the first forward, targets whose tree forward would be wrong.
 
     Raises:
         ValueError: recurrent state, encoder-decoder, an attention backend that cannot take the mask, layers of
-            another kind than full and sliding attention, a forward without positions, or a RoPE that changes with the
-            length within this call.
+            another kind than full and sliding attention, or a forward without positions or cache.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -151,29 +166,36 @@ def check_target(model: PreTrainedModel, max_length: int) -> None:
             f"`attn_implementation` is {attention!r}, which can't take a tree mask; call "
             f"`model.set_attn_implementation('sdpa')` (supported: {', '.join(SUPPORTED_ATTENTION)})."
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name}'s forward takes no `position_ids`; siblings share a position, so trees need them.")
-    _check_rope(text_config, max_length)
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(text_config, "alibi", False):
+        raise ValueError(f"{name} takes no `position_ids`; siblings share a position, so trees need them.")
+    cache_name(model)
 
 
-def _check_rope(text_config: Any, max_length: int) -> None:
-    """Refuses lengths at which RoPE frequencies depend on the longest position in a forward: a tree's is ahead."""
+def check_rope(model: PreTrainedModel, end: int) -> None:
+    """Refuses positions at which RoPE frequencies depend on the greatest position in a forward: a tree's is ahead.
+
+    Args:
+        end: one past the last position that the call may reach.
+    """
+    text_config = model.config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in [rope] if "rope_type" in rope else rope.values():
+    for parameters in [rope] if "rope_type" in rope else filter(None, rope.values()):
         kind = parameters.get("rope_type", "default")
         limit = {
             "dynamic": text_config.max_position_embeddings,  # new frequencies at every length beyond
             "longrope": parameters.get("original_max_position_embeddings"),  # other frequencies beyond
         }.get(kind)
-        if limit is not None and limit < max_length:
+        if limit is not None and limit < end:
             raise ValueError(
-                f"`max_length` is {max_length}, and the target's {kind} RoPE changes its frequencies beyond {limit} "
-                f"tokens, which a tree would reach too early; set `max_new_tokens` so that `max_length` <= {limit}."
+                f"`max_new_tokens` or `max_length` lets positions reach {end}, and the target's {kind} RoPE changes "
+                f"its frequencies beyond {limit}, which a tree would reach too early; lower it by {end - limit}."
             )
 
 
 def _layer_types(text_config: Any) -> list[str]:
-    """The kind of each attention layer, as `DynamicCache(config)` decides it."""
+    """The kind of each attention layer, as `DynamicCache(config)` decides it; GPT-Neo has a list of its own."""
+    if "local" in (kinds := getattr(text_config, "attention_layers", None) or []):
+        return list(kinds)
     if (layer_types := getattr(text_config, "layer_types", None)) is not None:
         return list(layer_types)
     if getattr(text_config, "attention_chunk_size", None) is not None:

@@ -60,7 +60,13 @@ def run(model, **call):
 
 # Config layouts
 
-SHAPE = {"vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DRAFT = {"block_size": 8, "mask_token_id": 5, "target_layer_ids": [0, 2]}
 LAYOUTS = {
     "nested": {"dflash_config": DRAFT},
@@ -149,7 +155,6 @@ def make_assistant(tmp_path):
             **{name: value for name, value in SHAPE.items() if name != "vocab_size"},
             **DRAFT,
             intermediate_size=48,
-            num_key_value_heads=2,
             head_dim=8,
             layer_types=layers,
             sliding_window=WINDOW,

@@ -153,7 +153,27 @@ def test_too_little_data_is_refused(rows, tmp_path):
         read_sequences(tmp_path / "text.jsonl.gz")
 
 
-def test_a_broken_line_is_named(tmp_path):
-    write_lines(tmp_path / "text.jsonl.gz", [{"p": [1], "g": [2], "t": None}, {"p": [1]}])
+@pytest.mark.parametrize("line", [{"p": [1]}, {"p": "ab", "g": [2], "t": None}, {"p": [], "g": [2], "t": None}, [1]])
+def test_a_broken_line_is_named(line, tmp_path):
+    write_lines(tmp_path / "text.jsonl.gz", [{"p": [1], "g": [2], "t": None}, line])
     with pytest.raises(ValueError, match="line 2"):
         read_sequences(tmp_path / "text.jsonl.gz")
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(target, tapped, tmp_path):
+    make_trainer(target, tapped, tmp_path).save_checkpoint()
+    other = make_trainer(target, tapped, tmp_path)
+    other.drafter.config.mask_token_id = 9
+    with pytest.raises(ValueError, match=r"mask_token_id.*--no-resume"):
+        other.resume()
+
+
+@pytest.mark.parametrize(("layers", "block", "named"), [(0, 8, "--layers"), (4, 8, "--layers"), (2, 1, "--block-size")])
+def test_shapes_that_do_not_fit_are_refused(target, layers, block, named):
+    with pytest.raises(ValueError, match=named):
+        drafter_from_target(target, layers, block, 5, None)
+
+
+def test_biases_of_the_target_are_copied():
+    drafter = drafter_from_target(make_target("llama", attention_bias=True), 2, 8, 5, [0, 1])
+    assert drafter.config.attention_bias and drafter.layers[0].self_attn.q_proj.bias is not None

@@ -132,10 +132,11 @@ class DFlashDraftModel(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", ASSISTANT_LAYOUT_NAMES)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if info["missing_keys"]:
+        random = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+        if random:
             raise ValueError(
-                f"`{pretrained_model_name_or_path}` lacks the drafter tensors {sorted(info['missing_keys'])}; they "
-                "would be random. Check that the checkpoint is complete and that its config fits it."
+                f"`{pretrained_model_name_or_path}` lacks the drafter tensors {random}, or has them in another shape; "
+                "they would be random. Check that the checkpoint is complete and that its config fits it."
             )
         model._weight_conversions = None  # `save_pretrained` would undo the renaming; it must write the published names
         return (model, info) if wants_info else model

@@ -49,6 +49,8 @@ class DFlashConfig(Qwen3Config):
 
     def _merge_nested(self, nested: dict[str, Any]) -> None:
         """Takes the fields of a nested `dflash_config`; a field given in both places must agree."""
+        if not isinstance(nested, dict):
+            raise ValueError(f"`dflash_config` is {nested!r}; it must be an object with {', '.join(DRAFT_FIELDS)}.")
         for name in DRAFT_FIELDS:
             top, inner = getattr(self, name), nested.get(name)
             if top is not None and inner is not None and top != inner:
@@ -74,6 +76,13 @@ class DFlashConfig(Qwen3Config):
         if not taps or min(taps) < 0 or len(set(taps)) < len(taps) or (last is not None and max(taps) > last):
             upper = f"0..{last}" if last is not None else "0 and up"
             raise ValueError(f"`target_layer_ids` is {taps}; it must list distinct target layers out of {upper}.")
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` is {self.num_attention_heads}, not a multiple of `num_key_value_heads` "
+                f"{self.num_key_value_heads}; correct config.json."
+            )
+        if set(self.layer_types or []) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"`layer_types` is {self.layer_types}; a drafter's layers are full or sliding attention.")
         sliding = "sliding_attention" in (self.layer_types or [])
         if sliding and not self.sliding_window:
             raise ValueError(f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window}; set it.")

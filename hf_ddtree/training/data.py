@@ -61,8 +61,11 @@ def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]
         for number, line in enumerate(lines):
             try:
                 row = json.loads(line)
-                sequence = TokenSequence(torch.tensor(row["p"] + row["g"]), len(row["p"]), row["t"])
-            except (KeyError, ValueError) as error:
+                ids = torch.tensor([*row["p"], *row["g"]])
+                sequence = TokenSequence(ids, len(row["p"]), row["t"])
+                if ids.dtype != torch.int64 or not row["p"] or not row["g"]:
+                    raise ValueError("p and g must hold token ids, one each at least")
+            except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number + 1}: expected fields p, g and t, got {error!r}.") from error
             (train if number % HELD_EVERY else held).append(sequence)
     if not train:

@@ -25,7 +25,10 @@ def train_drafter(options: argparse.Namespace) -> None:
         target, options.layers, options.block_size, options.mask_token_id, options.target_layer_ids
     )
     taps = drafter.config.target_layer_ids
-    train_features = compute_features(target, [s for s in train if s.answer_length >= 2], taps)
+    usable = [s for s in train if s.answer_length >= 2 and int(s.tokens.max()) < target.config.vocab_size]
+    if not usable:
+        raise ValueError(f"`--data {options.data}` holds no answer of two tokens or more of this target's vocabulary.")
+    train_features = compute_features(target, usable, taps)
     held_features = compute_features(target, [s for s in held if s.temperature is None][:48], taps)
     rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
     settings = TrainingSettings(minutes=options.minutes, **rate)

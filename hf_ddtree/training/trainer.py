@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,10 @@ class Trainer:
         answers = [f.sequence.tokens[f.sequence.prompt_length :] for f in train]
         counts = torch.cat(answers).bincount(minlength=target.config.get_text_config().vocab_size)
         weight = target.get_output_embeddings().weight
-        self.head = RestrictedHead(weight, (counts >= settings.min_count).nonzero()[:, 0])
+        kept = (counts >= settings.min_count).nonzero()[:, 0]
+        if len(kept) == 0:
+            raise ValueError(f"No answer token occurs `min_count` {settings.min_count} times; give more data.")
+        self.head = RestrictedHead(weight, kept)
         matrices = [p for p in drafter.parameters() if p.ndim == 2]
         vectors = [p for p in drafter.parameters() if p.ndim < 2]
         rate = settings.learning_rate
@@ -123,7 +126,7 @@ class Trainer:
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"The loss is {loss.item()} at step {self.step}; lower `learning_rate` ({settings.learning_rate}) and "
-                f"resume from {self.out / 'checkpoint.pt'}."
+                f"run again, which goes on from the last checkpoint in {self.out}."
             )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
@@ -164,7 +167,7 @@ class Trainer:
             "generator": self.generator.get_state(),
             "step": self.step,
             "elapsed": self.elapsed,
-            "settings": asdict(self.settings),
+            "config": self._shape(),
         }
         partial = self.out / "checkpoint.pt.partial"
         torch.save(state, partial)
@@ -173,12 +176,27 @@ class Trainer:
         half.load_state_dict(self.drafter.state_dict())
         half.save_pretrained(self.out)
 
+    def _shape(self) -> dict[str, Any]:
+        """What a checkpoint's drafter must have in common with ours."""
+        names = ("num_hidden_layers", "hidden_size", "block_size", "mask_token_id", "target_layer_ids")
+        return {name: getattr(self.drafter.config, name) for name in names}
+
     def resume(self) -> bool:
-        """Continues from checkpoint.pt if there is one; true if so."""
+        """Continues from checkpoint.pt if there is one; true if so.
+
+        Raises:
+            ValueError: the checkpoint is of a drafter of another shape.
+        """
         path = self.out / "checkpoint.pt"
         if not path.exists():
             return False
         state = torch.load(path, weights_only=True)
+        for name, value in self._shape().items():
+            if state["config"][name] != value:
+                raise ValueError(
+                    f"{path} is of a drafter with `{name}` {state['config'][name]}, not {value}; give the same "
+                    "settings, another --out, or --no-resume to start over."
+                )
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
