@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ..configuration import DDTreeConfig
 from ..models import DFlashDraftModel
@@ -68,9 +68,10 @@ def race(
     runs = {name: Run() for name in methods}
     forwards = ForwardCounter(target)
     names = list(methods)
-    turns = [(repeat, index) for repeat in range(repeats + 1) for index in range(len(prompts))]
+    timed = [(repeat, index) for repeat in range(repeats) for index in range(len(prompts))]
+    turns = [(None, 0), *timed]  # the first prompt once to warm up
     try:
-        for number, (repeat, index) in enumerate(tqdm(turns, desc="racing", leave=False)):
+        for number, (repeat, index) in enumerate(tqdm(turns, desc="racing", leave=False, disable=None)):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 config, drafter = methods[name]
                 forwards.count = 0
@@ -78,7 +79,7 @@ def race(
                 options: dict[str, Any] = {"assistant_model": drafter} if drafter is not None else {}
                 output = target.generate(**prompts[index], generation_config=config, **options)
                 seconds = time.perf_counter() - started
-                if repeat == 0:  # warm-up
+                if repeat is None:
                     continue
                 new = output[0, prompts[index]["input_ids"].shape[1] :].tolist()
                 run = runs[name]
