@@ -28,9 +28,9 @@ def cache_name(target: PreTrainedModel) -> str:
     )
 
 
-def output_cache(outputs: ModelOutput) -> Cache:
-    """The cache of a forward's outputs, under either name."""
-    return next(outputs[name] for name in CACHE_NAMES if name in outputs)
+def output_cache(outputs: ModelOutput) -> DynamicCache | None:
+    """The cache of a forward's outputs, under either name; None if it returned none."""
+    return next((outputs[name] for name in CACHE_NAMES if name in outputs), None)
 
 
 def checked_cache(cache: Cache | None) -> DynamicCache:

@@ -69,7 +69,8 @@ class Target:
         """The library's own prefill; its logits are those of a tree of the root alone, the prompt's last token."""
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
         outputs = self.model._prefill(input_ids, generation_config, kwargs)
-        if output_cache(outputs) is not self.cache or self.cache.get_seq_length() == 0:
+        filled = output_cache(outputs)
+        if filled is None or filled is not self.cache or filled.get_seq_length() == 0:
             raise RuntimeError(
                 f"{type(self.model).__name__} did not fill the cache it was given; trees need one it fills."
             )
