@@ -18,10 +18,8 @@ pytestmark = pytest.mark.real_model
 
 @pytest.fixture(scope="module")
 def models():
-    torch.set_num_threads(2)
     target, tokenizer = load_smollm2(torch.float32)
-    yield target, tokenizer, DFlashDraftModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
-    torch.set_num_threads(1)
+    return target, tokenizer, DFlashDraftModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
 
 
 def test_same_text_and_more_than_two_tokens_a_round(models):
