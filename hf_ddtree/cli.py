@@ -55,13 +55,22 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a drafter on a target's own text")
     train.add_argument("--model", required=True, help="target: a folder, a Hub name, or `smollm2`")
-    train.add_argument("--data", required=True, type=Path, help='JSON lines {"p": prompt ids, "g": answer ids, "t": T}')
+    train.add_argument(
+        "--data", required=True, type=Path, help='JSON lines, .gz or not: {"p": prompt ids, "g": answer ids, "t": T}'
+    )
     train.add_argument("--out", required=True, type=Path, help="folder for the drafter, checkpoint.pt and log.jsonl")
-    train.add_argument("--minutes", type=float, default=60.0)
+    train.add_argument(
+        "--minutes", type=float, default=60.0, help="of training steps; features and evaluation come on top"
+    )
     train.add_argument("--layers", type=int, default=4)
     train.add_argument("--block-size", type=int, default=8)
     train.add_argument("--mask-token-id", type=int, required=True, help="a token that text does not use")
-    train.add_argument("--target-layer-ids", type=int, nargs="+", help="tapped layers; the last below the copied ones")
+    train.add_argument(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="layers whose outputs the drafter reads (default: 4, evenly spaced)",
+    )
     train.add_argument("--learning-rate", type=float)
     train.add_argument("--no-resume", action="store_true", help="start over although --out holds a checkpoint")
     train.set_defaults(run=_run_train)
