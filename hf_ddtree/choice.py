@@ -30,7 +30,7 @@ class TargetChoice:
     ):
         self.processors, self.criteria = processors, criteria
         self.select = sampled_token if config.do_sample else greedy_token
-        self.prompt_length = self.length = input_ids.shape[1]
+        self.length = input_ids.shape[1]
         self.max_length = config.max_length
         self.buffer = input_ids  # [1, capacity]; grows by doubling
         wants = config.return_dict_in_generate

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="SmolLM2-135M with the shipped drafter: stream, race, check")
     demo.add_argument("prompt", nargs="?", help="streamed in place of the first demo prompt")
-    demo.set_defaults(run=_run_demo)
+    demo.set_defaults(run=_run_demo, no_race=False)
 
     generate = commands.add_parser("generate", help="the same for any model and drafter")
     generate.add_argument("prompt")
@@ -88,10 +88,7 @@ def _run_demo(options: argparse.Namespace) -> int:
         raise ValueError(f"the demo's drafter is not at {DEMO_DRAFTER}; run from a checkout, or use `generate`.")
     target, tokenizer = load_smollm2(getattr(torch, options.dtype))
     drafter = DFlashDraftModel.from_pretrained(DEMO_DRAFTER, dtype=target.dtype)
-    prompts = [options.prompt or PROMPTS[0], *PROMPTS[1:]]
-    _stream(target, tokenizer, drafter, prompts[0], options)
-    _race(target, tokenizer, drafter, prompts, options)
-    return _check_float32(target, tokenizer, drafter, prompts, options)
+    return _show(target, tokenizer, drafter, [options.prompt or PROMPTS[0], *PROMPTS[1:]], options)
 
 
 def _run_generate(options: argparse.Namespace) -> int:
@@ -99,11 +96,7 @@ def _run_generate(options: argparse.Namespace) -> int:
     target = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, device_map=options.device)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
-    _stream(target, tokenizer, drafter, options.prompt, options)
-    if options.no_race:
-        return 0
-    _race(target, tokenizer, drafter, [options.prompt], options)
-    return _check_float32(target, tokenizer, drafter, [options.prompt], options)
+    return _show(target, tokenizer, drafter, [options.prompt], options)
 
 
 def _run_train(options: argparse.Namespace) -> int:
@@ -114,23 +107,39 @@ def _run_train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stream(
+def _show(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter: DFlashDraftModel,
-    prompt: str,
+    prompts: list[str],
+    options: argparse.Namespace,
+) -> int:
+    """Streams the first prompt's answer, races the methods on all prompts, checks in float32; the exit status."""
+    inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
+    streamer = ColourStreamer(tokenizer, colour=sys.stdout.isatty())
+    print(f"> {prompts[0]}" + (f"   ({LEGEND})" if streamer.colour else ""))
+    _stream(target, drafter, inputs[0], streamer, options)
+    if options.no_race:
+        return 0
+    _race(target, drafter, inputs, options)
+    return _check_float32(target, drafter, inputs, options)
+
+
+def _stream(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    prompt: dict[str, torch.Tensor],
+    streamer: ColourStreamer,
     options: argparse.Namespace,
 ) -> None:
-    colour = sys.stdout.isatty()
-    print(f"> {prompt}" + (f"   ({LEGEND})" if colour else ""))
     config = DDTreeConfig(
         tree_budget=options.budget, max_new_tokens=options.max_new_tokens, do_sample=False, return_dict_in_generate=True
     )
     result = target.generate(
-        **race.encode(tokenizer, prompt, target.device),
+        **prompt,
         assistant_model=drafter,
         generation_config=config,
-        streamer=ColourStreamer(tokenizer, colour),
+        streamer=streamer,
     )
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.stage_seconds.items())
     print(
@@ -141,19 +150,17 @@ def _stream(
 
 def _race(
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     drafter: DFlashDraftModel,
-    prompts: list[str],
+    inputs: list[dict[str, torch.Tensor]],
     options: argparse.Namespace,
 ) -> None:
-    inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
     methods = race.contenders(drafter, sorted({8, 16, 32, options.budget}), options.max_new_tokens)
     runs = race.race(target, inputs, methods, options.repeats)
     rows = race.summary(runs)
     where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
-    print(f"greedy, {target.dtype}, {where}, up to {options.max_new_tokens} tokens, {len(prompts)} prompt(s):")
+    print(f"greedy, {target.dtype}, {where}, up to {options.max_new_tokens} tokens, {len(inputs)} prompt(s):")
     print(race.table(rows))
-    print("(the library's chain slices a 3D tensor for the head: on a CPU that copies its weight each round)")
+    print("(the library's chain slices a 3D tensor for the head; some CPUs copy the head's weight for that each round)")
     for name, run in runs.items():
         for index, ids in run.ids.items():
             plain = runs[race.PLAIN].ids[index]
@@ -168,14 +175,12 @@ def _race(
 
 def _check_float32(
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     drafter: DFlashDraftModel,
-    prompts: list[str],
+    inputs: list[dict[str, torch.Tensor]],
     options: argparse.Namespace,
 ) -> int:
     """Repeats DDTree and plain decoding in float32, where the texts must be the same; returns the exit status."""
     target, drafter = target.float(), drafter.float()
-    inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
     methods = race.contenders(drafter, [options.budget], options.max_new_tokens)
     methods = {name: methods[name] for name in (race.PLAIN, f"DDTree, budget {options.budget}")}
     row = race.summary(race.race(target, inputs, methods, repeats=1))[-1]

@@ -42,7 +42,7 @@ class DDTreeConfig(GenerationConfig):
         # Skips the library's check that the assistant has a tokenizer's worth of its own; reloaded through the base
         # class, the config runs the library's DFlash chain with the same drafter.
         kwargs.setdefault("speculation_type", "dflash")
-        known = {*OWN_FIELDS, *vars(GenerationConfig())}
+        known = vars(GenerationConfig())
         for name in kwargs:  # the base class takes any name
             if name not in known and (meant := get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.7)):
                 raise ValueError(f"`{name}` is no field of DDTreeConfig; did you mean `{meant[0]}`?")

@@ -52,8 +52,8 @@ class Tree:
         batch, nodes = self.tokens.shape
         visible = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(batch, 1, 1)
         jump = self.parents
-        reached = 1
-        while reached <= int(self.depths.max()):
+        deepest, reached = int(self.depths.max()), 1
+        while reached <= deepest:
             visible = visible | visible.gather(1, jump[..., None].expand(-1, -1, nodes))
             jump = jump.gather(1, jump)
             reached *= 2

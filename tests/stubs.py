@@ -15,6 +15,13 @@ from transformers import (
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
 
 VOCAB, HIDDEN, LAYERS, BLOCK = 64, 32, 4, 8
+# A drafter's layers, two of them, and the window of its sliding ones.
+WINDOW = 8
+LAYER_TYPES = {
+    "full": ["full_attention"] * 2,
+    "sliding": ["sliding_attention"] * 2,
+    "mixed": ["sliding_attention", "full_attention"],
+}
 
 # The large init spreads the logits, so that greedy ties do not occur.
 _COMMON = {

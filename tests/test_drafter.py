@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stubs import BLOCK, HIDDEN, decode, greedy, make_drafter, make_target
+from stubs import BLOCK, HIDDEN, LAYER_TYPES, WINDOW, decode, greedy, make_drafter, make_target
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
@@ -14,12 +14,6 @@ from hf_ddtree import DFlashConfig, DFlashDraftModel
 from hf_ddtree.drafting.dflash import MASK_CACHE_NAME
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
-WINDOW = 8
-LAYER_TYPES = {
-    "full": ["full_attention"] * 2,
-    "sliding": ["sliding_attention"] * 2,
-    "mixed": ["sliding_attention", "full_attention"],
-}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "yarn": {

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from stubs import BLOCK, HIDDEN, decode, greedy, make_drafter, make_stub, make_target, make_tokenizer
+from stubs import (
+    BLOCK,
+    HIDDEN,
+    LAYER_TYPES,
+    WINDOW,
+    decode,
+    greedy,
+    make_drafter,
+    make_stub,
+    make_target,
+    make_tokenizer,
+)
 from transformers import GenerationConfig, pipeline
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -10,12 +21,6 @@ from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig
 from hf_ddtree.target import Context
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
-WINDOW = 8
-LAYER_TYPES = {
-    "full": ["full_attention"] * 2,
-    "sliding": ["sliding_attention"] * 2,
-    "mixed": ["sliding_attention", "full_attention"],
-}
 
 
 @pytest.fixture(scope="module")

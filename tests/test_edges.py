@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.cache import CACHE_NAMES, cache_name
-from hf_ddtree.drafting.dflash import noise_embeddings
+from hf_ddtree.models.dflash import noise_embeddings
 from hf_ddtree.strategy import Figures
 
 PROMPT = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8]])
@@ -103,7 +103,7 @@ def test_a_norm_inside_the_embedding_is_not_for_the_noise_block():
     target = make_target("llama")
     target.set_input_embeddings(NormedEmbedding(64, 32))
     embedding = target.get_input_embeddings()
-    torch.testing.assert_close(noise_embeddings(target, PROMPT), embedding.weight[PROMPT])
+    torch.testing.assert_close(noise_embeddings(embedding, PROMPT), embedding.weight[PROMPT])
     assert not torch.allclose(embedding(PROMPT), embedding.weight[PROMPT])
 
 

@@ -35,7 +35,7 @@ def contenders(
 ) -> dict[str, tuple[GenerationConfig, DFlashDraftModel | None]]:
     """Methods by name: plain decoding, the library's DFlash chain, our chain, our trees; all greedy."""
     common = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    depth = (drafter.config.block_size or 1) - 1
+    depth = drafter.config.block_size - 1
     return {
         PLAIN: (GenerationConfig(**common), None),
         "transformers' DFlash chain": (GenerationConfig(speculation_type="dflash", **common), drafter),

@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DFlashCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..configuration import DDTreeConfig
-from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel
+from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, noise_embeddings
 from ..target import Context
 from ..tree import Marginals, Tree, build_tree, root_tree, top_marginals
 
@@ -85,7 +84,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             self.cache.crop(-self.drafted)
         self.cache.set_previous_accepted_tokens(context.positions.shape[1])
         hidden = self.drafter(
-            noise_embeds=noise_embeddings(self.target, noise_ids).to(device),
+            noise_embeds=noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(device),
             context_hidden_states=context.hidden_states.to(device),
             position_ids=positions.to(device),
             **{MASK_CACHE_NAME: self.cache},
@@ -98,14 +97,6 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         drafts = hidden[0, 1:].contiguous().to(root_tokens.device, self.target.dtype)
         logits = head(drafts)[None].to(root_tokens.device)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits.float() / self.softcap)
-
-
-def noise_embeddings(target: PreTrainedModel, noise_ids: torch.Tensor) -> torch.Tensor:
-    """The target's embeddings of `noise_ids`, without the norm that some embeddings apply: drafters are trained so."""
-    embedding = target.get_input_embeddings()
-    if hasattr(embedding, "embed_norm"):
-        return nn.Embedding.forward(embedding, noise_ids)
-    return embedding(noise_ids)
 
 
 def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -> None:

@@ -211,4 +211,15 @@ class DFlashDraftModel(PreTrainedModel):
         return {layer_type: make(**inputs) for layer_type, make in makers.items()}
 
 
+def noise_embeddings(embedding: Any, noise_ids: torch.Tensor) -> torch.Tensor:
+    """The target's embeddings of `noise_ids`, without the norm that some embeddings apply: drafters are trained so.
+
+    Args:
+        embedding: the target's input embedding; called as a module, so that hooks and quantised layers work.
+    """
+    if hasattr(embedding, "embed_norm"):
+        return nn.Embedding.forward(embedding, noise_ids)
+    return embedding(noise_ids)
+
+
 AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)

@@ -3,8 +3,9 @@
 import torch
 from transformers import PreTrainedModel
 
+from ..acceptance import Choose, walk
 from ..models.dflash import DFlashDraftModel
-from ..tree import Tree, build_tree, top_marginals
+from ..tree import build_tree, top_marginals
 from .data import TargetFeatures
 from .objective import build_batch, draft_hidden_states
 
@@ -37,12 +38,18 @@ def held_acceptance(
                 top_k = 1 if name == "chain" else budget
                 marginals = top_marginals(logits[position, None, : remaining - 1], top_k)  # the last is the bonus
                 tree = build_tree(torch.tensor([[answer[position]]]), marginals, budget)
-                accepted = _matching_length(tree, answer[position + 1 :])
-                committed[name] = committed.get(name, 0) + accepted + 1
+                accepted = walk(tree, _reads(answer[position + 1 :]))
+                committed[name] = committed.get(name, 0) + len(accepted.tokens)
                 rounds[name] = rounds.get(name, 0) + 1
-                position += accepted + 1
+                position += len(accepted.tokens)
     means = {name: committed[name] / rounds[name] for name in committed}
     return {"first": hits / max(guesses, 1), **means}
+
+
+def _reads(text: list[int]) -> Choose:
+    """A target whose choices are `text`, one after the other."""
+    tokens = iter(text)
+    return lambda node: (next(tokens), False)
 
 
 def _draft_logits(drafter: DFlashDraftModel, target: PreTrainedModel, item: TargetFeatures) -> torch.Tensor:
@@ -53,18 +60,3 @@ def _draft_logits(drafter: DFlashDraftModel, target: PreTrainedModel, item: Targ
     hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0]
     head = target.get_output_embeddings()
     return head(hidden.to(head.weight.dtype))
-
-
-def _matching_length(tree: Tree, continuation: list[int]) -> int:
-    """Depth of the deepest node whose path is a prefix of `continuation`."""
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
-        if node > 0
-    }
-    node = 0
-    for depth, token in enumerate(continuation):
-        if (node, token) not in children:
-            return depth
-        node = children[node, token]
-    return len(continuation)

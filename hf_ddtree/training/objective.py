@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..models.dflash import DFlashDraftModel
+from ..models.dflash import DFlashDraftModel, noise_embeddings
 from .data import TargetFeatures
 
 
@@ -72,7 +72,7 @@ def build_batch(
 def draft_hidden_states(drafter: DFlashDraftModel, embedding: nn.Module, batch: BlockBatch) -> torch.Tensor:
     """[rows, blocks, block_size - 1, hidden]: the drafter's states that go through the target's head."""
     hidden = drafter(
-        noise_embeds=embedding(batch.noise_ids),
+        noise_embeds=noise_embeddings(embedding, batch.noise_ids),
         context_hidden_states=batch.context,
         attention_mask=dict.fromkeys(drafter.config.layer_types, batch.attention_mask),
         position_ids=batch.position_ids,
