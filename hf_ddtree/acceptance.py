@@ -1,8 +1,7 @@
 """The walk: which path of a tree the target takes. Leaf module: torch only.
 
-Sample-and-match: at each node the target's own choice is made exactly as plain decoding makes it; if a child carries
-that token the walk steps into it, else the token ends the round. Exact for any tree built without looking at the
-choices; proof in docs/losslessness.md.
+At each node the target's own choice is made exactly as plain decoding makes it; if a child carries that token the walk
+steps into it, else the token ends the round. Exact for any tree; proof in docs/losslessness.md.
 """
 
 from collections.abc import Callable
@@ -52,15 +51,25 @@ def walk(tree: Tree, choose: Choose) -> Accepted:
         path.append(child)
 
 
-def greedy_token(scores: torch.Tensor) -> int:
-    """The best token of `scores` [1, vocab]."""
-    return int(scores.argmax(dim=-1))
+def walk_at_once(tree: Tree, choices: torch.Tensor, max_depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same walk for trees whose every node's choice is known: fixed shapes, no loop over nodes, nothing copied to
+    the host.
 
+    Args:
+        choices: [batch, nodes] the target's choice after each node.
+        max_depth: no node of the tree is deeper.
 
-def sampled_token(scores: torch.Tensor) -> int:
-    """One draw from `scores` [1, vocab], from torch's default generator and by the same call as plain `generate`.
-
-    Plain decoding draws once per token and in the same order, so the same seed gives the same text.
+    Returns:
+        Two times [batch, max_depth + 1], index d for depth d: the accepted node, and the choice there; -1 past the end.
+        The last choice is the bonus token.
     """
-    probabilities = torch.nn.functional.softmax(scores, dim=-1)
-    return int(torch.multinomial(probabilities, num_samples=1))
+    accepted = tree.tokens == choices.gather(1, tree.parents)  # [batch, nodes]
+    accepted[:, 0] = True
+    jump = tree.parents
+    for _ in range(max_depth.bit_length()):  # pointer doubling: at last every node knows all its ancestors
+        accepted = accepted & accepted.gather(1, jump)
+        jump = jump.gather(1, jump)
+    nodes = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.tokens)
+    path = nodes.new_full((len(nodes), max_depth + 1), -1)
+    path = path.scatter_reduce(1, tree.depths, torch.where(accepted, nodes, -1), "amax")
+    return path, torch.where(path >= 0, choices.gather(1, path.clamp(min=0)), -1)

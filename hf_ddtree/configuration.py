@@ -6,7 +6,21 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import ExplicitEnum
 
-OWN_FIELDS = ("tree_budget", "tree_top_k", "draft_block_size", "synchronize_stages")
+# The fields that `DDTreeConfig` adds, with their defaults.
+OWN_FIELDS: dict[str, Any] = {
+    "tree_budget": 32,
+    "tree_shape": "best_first",
+    "tree_top_k": None,
+    "draft_block_size": None,
+    "draft_noise_scale": None,
+    "draft_temperature": None,
+    "acceptance": "walk",
+    "seed": None,
+    "synchronize_stages": False,
+}
+TREE_SHAPES = ("best_first", "chain")
+# rule -> the tree shapes it can judge
+ACCEPTANCE_RULES = {"walk": TREE_SHAPES, "token": ("chain",), "block": ("chain",), "recursive": ("best_first",)}
 
 
 class DDTreeMode(ExplicitEnum):
@@ -23,9 +37,20 @@ class DDTreeConfig(GenerationConfig):
 
     Args:
         tree_budget: nodes drafted per round, the root left out. 0 drafts nothing: plain decoding by the same loop.
+        tree_shape: "best_first", the paper's tree, or "chain", the drafter's best token at each depth.
         tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact.
         draft_block_size: noise block of the drafter, its anchor included, so that `draft_block_size - 1` is the
             greatest depth of a tree; None = the block size the drafter was trained with.
+        draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the
+            same tokens; changes speed, never the text. 0 is the paper's tree. None = 1 for the walk.
+        draft_temperature: the drafts' log-probabilities are those of logits / `draft_temperature`; 1 is the paper's.
+            None = 1 for the walk, and the target's temperature for the other rules, which draw the drafts.
+        acceptance: which drafts are committed. "walk": where the target's own choice, made with noise keyed by seed and
+            position, is in the tree; the text depends on target and seed alone. For comparison, with sampling only, and
+            with a text that depends on the drafter too: "token" (token-wise rejection of a drawn chain), "block" (block
+            verification of one), "recursive" (recursive rejection on a tree drawn without replacement).
+        seed: of all sampling noise; the same seed gives the same text, whatever the drafter, the budget or the tree. A
+            list gives one seed per sequence. None = drawn from torch's default generator at each call.
         synchronize_stages: wait for the device at the end of each stage, so that `stage_seconds` are exact on an
             accelerator; costs speed.
 
@@ -35,10 +60,8 @@ class DDTreeConfig(GenerationConfig):
     """
 
     def __init__(self, **kwargs: Any):
-        self.tree_budget = kwargs.pop("tree_budget", 32)
-        self.tree_top_k = kwargs.pop("tree_top_k", None)
-        self.draft_block_size = kwargs.pop("draft_block_size", None)
-        self.synchronize_stages = kwargs.pop("synchronize_stages", False)
+        for name, default in OWN_FIELDS.items():
+            setattr(self, name, kwargs.pop(name, default))
         # Skips the library's check that the assistant has a tokenizer's worth of its own; reloaded through the base
         # class, the config runs the library's DFlash chain with the same drafter.
         kwargs.setdefault("speculation_type", "dflash")
@@ -57,18 +80,73 @@ class DDTreeConfig(GenerationConfig):
         """Always DDTree; transformers looks the decoding method up by it."""
         return DDTreeMode.DDTREE
 
+    @property
+    def candidates_per_depth(self) -> int:
+        """Tokens that a tree may take from one depth."""
+        if self.tree_shape == "chain":
+            return 1
+        return max(1, min(self.tree_top_k or self.tree_budget, self.tree_budget))
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The target's; 0 for greedy decoding."""
+        if not self.do_sample:
+            return 0.0
+        return 1.0 if self.temperature is None else self.temperature
+
+    @property
+    def noise_scale(self) -> float:
+        """`draft_noise_scale` or its default."""
+        return 1.0 if self.draft_noise_scale is None else self.draft_noise_scale
+
+    @property
+    def tree_temperature(self) -> float:
+        """`draft_temperature` or its default."""
+        if self.draft_temperature is not None:
+            return self.draft_temperature
+        return 1.0 if self.acceptance == "walk" else self.sampling_temperature
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         """Checks the base class's fields, then the tree's, then what the strategy cannot do."""
         super().validate(*args, **kwargs)
         _check_int("tree_budget", self.tree_budget, minimum=0, optional=False)
         _check_int("tree_top_k", self.tree_top_k, minimum=1, optional=True)
         _check_int("draft_block_size", self.draft_block_size, minimum=1, optional=True)
+        _check_choice("tree_shape", self.tree_shape, TREE_SHAPES)
+        _check_choice("acceptance", self.acceptance, tuple(ACCEPTANCE_RULES))
+        _check_seed(self.seed)
         if not isinstance(self.synchronize_stages, bool):
             raise ValueError(f"`synchronize_stages` is {self.synchronize_stages!r}; it must be True or False.")
+        for name, (low, high, remedy) in RANGES.items():
+            value = getattr(self, name, None)
+            if value is not None and not _is_between(value, low, high):
+                raise ValueError(f"`{name}` is {value!r}; {remedy}")
         for name, (accepted, remedy) in UNSUPPORTED.items():
             value = getattr(self, name, None)
             if value not in accepted:
                 raise ValueError(f"`{name}={value!r}` does not go with DDTree decoding: {remedy}")
+        self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        """Raises ValueError where another field breaks what the acceptance rule needs to be exact."""
+        rule = self.acceptance
+        if self.tree_shape not in (shapes := ACCEPTANCE_RULES[rule]):
+            raise ValueError(
+                f'`acceptance="{rule}"` does not go with `tree_shape="{self.tree_shape}"`; set `tree_shape="{shapes[0]}"`, '
+                'or leave `acceptance` at "walk".'
+            )
+        if rule == "walk":
+            return
+        if self.draft_noise_scale:
+            raise ValueError(
+                f'`draft_noise_scale={self.draft_noise_scale}` does not go with `acceptance="{rule}"`, whose drafts must not '
+                'know the target\'s noise; leave it unset, or leave `acceptance` at "walk".'
+            )
+        if self.tree_shape == "chain" and self.tree_top_k is not None:
+            raise ValueError(
+                f'`tree_top_k={self.tree_top_k}` does not go with `acceptance="{rule}"`, which draws from the drafter\'s whole '
+                'distribution; leave it unset, or leave `acceptance` at "walk".'
+            )
 
 
 # field -> (values that mean "off", what to do instead)
@@ -90,6 +168,39 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "penalty_alpha": ((None, 0), "leave it unset; contrastive search is another strategy."),
     "dola_layers": ((None,), "leave it unset; DoLa is another strategy."),
 }
+
+
+# field -> (least, greatest, remedy); the library takes some of these silently
+RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (
+        5e-324,
+        1e308,
+        "it must be a number above 0; for greedy decoding set `do_sample=False` instead.",
+    ),
+    "top_k": (0, 2**63, "it must be 0 (off) or more."),
+    "top_p": (0, 1, "it must lie between 0 and 1; 1 turns it off."),
+    "min_p": (0, 1, "it must lie between 0 and 1; leave it unset to turn it off."),
+    "typical_p": (5e-324, 1, "it must lie above 0 and be at most 1, which turns it off."),
+    "epsilon_cutoff": (0, 1, "it must lie between 0 (off) and 1."),
+    "eta_cutoff": (0, 1, "it must lie between 0 (off) and 1."),
+    "draft_noise_scale": (0, 1e308, "it must be a number of 0 (no coupling) or more."),
+    "draft_temperature": (5e-324, 1e308, "it must be a number above 0."),
+}
+
+
+def _is_between(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+
+
+def _check_seed(seed: Any) -> None:
+    entries = seed if isinstance(seed, list | tuple) else [seed]
+    if seed is not None and not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
+        raise ValueError(f"`seed` is {seed!r}; it must be an integer, a list of integers (one per sequence), or None.")
 
 
 def _check_int(name: str, value: Any, minimum: int, optional: bool) -> None:

@@ -12,14 +12,16 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .acceptance import Accepted, walk
+from .acceptance import Accepted
 from .cache import recording
-from .choice import TargetChoice
 from .configuration import DDTreeConfig, DDTreeMode
 from .drafting import DDTreeCandidateGenerator
+from .emission import Emission
+from .noise import row_streams
+from .rules import AcceptanceRule, make_rule
 from .streaming import stream_round
 from .target import Target, check_rope, check_target
-from .tree import Tree, root_tree
+from .tree import Tree
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 
@@ -36,12 +38,14 @@ class DDTreeOutput(GenerateDecoderOnlyOutput):
         stage_seconds: wall time of draft, build, verify (prefill left out), accept and commit, and of the prefill.
             On an accelerator work is queued and shows up in whichever stage waits for it, unless
             `DDTreeConfig(synchronize_stages=True)`.
+        seed: of the sampling noise, the config's or the one drawn; None for greedy decoding.
     """
 
     acceptance_lengths: list[int] | None = None
     rounds: int | None = None
     verified_nodes: int | None = None
     stage_seconds: dict[str, float] | None = None
+    seed: int | list[int] | None = None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -77,25 +81,29 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         check_request(self, input_ids, generation_config, model_kwargs, unset)
         drafter = DDTreeCandidateGenerator(assistant_model, self, generation_config)
         target = Target(self, model_kwargs, drafter.target_layer_ids)
-        choice = TargetChoice(input_ids, logits_processor, stopping_criteria, generation_config)
+        padding = count_padding(input_ids, model_kwargs.get("attention_mask"))
+        emission = Emission(input_ids, logits_processor, stopping_criteria, generation_config, padding)
+        seed = draw_seed(generation_config)
+        rule = make_rule(generation_config, emission, None if seed is None else row_streams(seed, 1)[0])
         figures = Figures(self.device if generation_config.synchronize_stages else None)
         with recording(target.cache):
-            decode_rounds(target, drafter, choice, figures, streamer)
+            decode_rounds(target, drafter, rule, emission, figures, streamer)
     finally:
         if streamer is not None:
             streamer.end()
 
-    sequences = choice.ids.clone()
+    sequences = emission.ids.clone()
     if not generation_config.return_dict_in_generate:
         return sequences
     return DDTreeOutput(
         sequences=sequences,
-        scores=tuple(choice.scores) if choice.scores is not None else None,
-        logits=tuple(choice.raw_logits) if choice.raw_logits is not None else None,
+        scores=tuple(emission.scores) if emission.scores is not None else None,
+        logits=tuple(emission.raw_logits) if emission.raw_logits is not None else None,
         acceptance_lengths=figures.acceptance_lengths,
         rounds=len(figures.acceptance_lengths),
         verified_nodes=figures.verified_nodes,
         stage_seconds=figures.seconds,
+        seed=seed,
         **{target.cache_name: target.cache},
     )
 
@@ -103,31 +111,46 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
 def decode_rounds(
     target: Target,
     drafter: DDTreeCandidateGenerator,
-    choice: TargetChoice,
+    rule: AcceptanceRule,
+    emission: Emission,
     figures: "Figures",
     streamer: BaseStreamer | None,
 ) -> None:
-    """The decoding loop: draft, build, verify, accept, commit, until the target's choice ends it."""
+    """The decoding loop: draft, build, verify, accept, commit, until generation ends."""
     with figures.stage("prefill"):
-        outputs = target.prefill(choice.ids, drafter.config)
-    tree = root_tree(choice.ids.new_zeros(1, 1))  # the prefill verified the root alone: the prompt's last token
+        outputs = target.prefill(emission.ids, drafter.config)
+    tree = rule.build(
+        emission.ids.new_zeros(1, 1), None
+    )  # the prefill verified the root alone: the prompt's last token
     with target.model._optimize_model_for_decode():
         while True:
             with figures.stage("accept"), target.undoing(tree):
-                accepted = walk(tree, choice.over(outputs.logits[:, -tree.num_nodes :]))
+                accepted = rule.accept(tree, outputs.logits[:, -tree.num_nodes :])
             with figures.stage("commit"):
                 context = target.commit(outputs, tree.num_nodes, accepted)
             figures.count(tree, accepted)
             stream_round(streamer, tree, accepted)
             if accepted.finished:
                 break
-            root = choice.ids[:, -1:]
+            root = emission.ids[:, -1:]
             with figures.stage("draft"):
-                marginals = drafter.draft(root, context, max_depth=choice.remaining - 1)
+                logits = drafter.draft(root, context, max_depth=emission.remaining - 1)
             with figures.stage("build"):
-                tree = drafter.build(root, marginals)
+                tree = rule.build(root, logits)
             with figures.stage("verify"):
                 outputs = target.verify(tree)
+
+
+def draw_seed(config: DDTreeConfig) -> int | list[int] | None:
+    """The config's seed; one from torch's default generator if it has none, so `set_seed` fixes it; None if greedy."""
+    if not config.do_sample or config.seed is not None:
+        return config.seed if config.do_sample else None
+    return int(torch.randint(2**62, ()))
+
+
+def count_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+    """Padded tokens of a prompt [1, length]; a prompt of embeddings has no ids, so none of it counts."""
+    return 0 if attention_mask is None else int((attention_mask[:, : input_ids.shape[1]] == 0).sum())
 
 
 class Figures:

@@ -59,6 +59,14 @@ class Tree:
             reached *= 2
         return visible
 
+    def path_tokens(self) -> torch.Tensor:
+        """[batch, nodes, deepest] the tokens on the way to each node, its own included, the root's left out; 0 beyond."""
+        deepest = int(self.depths.max())
+        on_path = torch.where(self.ancestors(), self.tokens[:, None], 0)
+        depths = self.depths[:, None].expand_as(on_path)
+        by_depth = on_path.new_zeros(*self.tokens.shape, deepest + 1)
+        return by_depth.scatter_add_(2, depths, on_path)[:, :, 1:]
+
 
 def root_tree(tokens: torch.Tensor) -> Tree:
     """A tree of the root alone, whose token is `tokens` [batch, 1]."""

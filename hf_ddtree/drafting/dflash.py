@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..configuration import DDTreeConfig
 from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, noise_embeddings
 from ..target import Context
-from ..tree import Marginals, Tree, build_tree, root_tree, top_marginals
+from ..tree import Tree, build_tree, root_tree, top_marginals
 
 
 class DDTreeCandidateGenerator(CandidateGenerator):
@@ -43,12 +43,16 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         return self.drafter.config.target_layer_ids
 
     def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
-        """`draft` and `build` in one call, for loops other than ours."""
+        """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
         root_tokens = input_ids[:, -1:]
-        return self.build(root_tokens, self.draft(root_tokens, context, max_depth))
+        logits = self.draft(root_tokens, context, max_depth)
+        if logits is None:
+            return root_tree(root_tokens)
+        marginals = top_marginals(logits, self.config.candidates_per_depth)
+        return build_tree(root_tokens, marginals, self.config.tree_budget)
 
-    def draft(self, root_tokens: torch.Tensor, context: Context, max_depth: int) -> Marginals | None:
-        """Distributions of the tokens after the root, cut to the best `tree_top_k`.
+    def draft(self, root_tokens: torch.Tensor, context: Context, max_depth: int) -> torch.Tensor | None:
+        """Logits [1, depth, vocab] of the tokens after the root, each depth by itself.
 
         Args:
             root_tokens: [1, 1] the last committed token.
@@ -61,14 +65,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         depth = min(self.block_size - 1, max_depth)
         if depth < 1 or self.config.tree_budget == 0:
             return None
-        top_k = min(self.config.tree_top_k or self.config.tree_budget, self.config.tree_budget)
-        return top_marginals(self.draft_logits(root_tokens, context)[:, :depth], top_k)
-
-    def build(self, root_tokens: torch.Tensor, marginals: Marginals | None) -> Tree:
-        """The best-first tree of `tree_budget` nodes below the root; the root alone without marginals."""
-        if marginals is None:
-            return root_tree(root_tokens)
-        return build_tree(root_tokens, marginals, self.config.tree_budget)
+        return self.draft_logits(root_tokens, context)[:, :depth]
 
     def draft_logits(self, root_tokens: torch.Tensor, context: Context) -> torch.Tensor:
         """[1, block_size - 1, vocab]: one drafter forward through the target's embedding and head."""

@@ -1,0 +1,206 @@
+"""Acceptance rules: how a round's tree is made from the draft logits, and which path of it is committed."""
+
+from typing import Protocol
+
+import torch
+
+from .acceptance import Accepted, walk, walk_at_once
+from .configuration import DDTreeConfig
+from .emission import Emission
+from .noise import NoiseRows, stream_key, uniform_noise
+from .processors import BY_ROW, BY_SEQUENCE, CONTEXT_FREE, outside, process_tree
+from .rejection import block_verification, draw, draw_without_replacement, recursive_rejection
+from .tree import Marginals, Tree, build_tree, root_tree, top_marginals
+
+# Assumed chance that a node's draft of each rank is right, which shapes the tree of recursive rejection: chances halve
+# with each rank. TODO measured
+RANK_CHANCES = tuple(0.5**rank for rank in range(1, 9))
+
+
+class AcceptanceRule(Protocol):
+    """What the decoding loop asks of a rule."""
+
+    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
+        """The round's tree from draft logits [1, depth, vocab]; the root alone where nothing was drafted."""
+        ...
+
+    def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
+        """Emits the round's tokens, given the target's logits [1, nodes, vocab]."""
+        ...
+
+
+def make_rule(config: DDTreeConfig, emission: Emission, stream: tuple[int, int] | None) -> AcceptanceRule:
+    """The rule that `config.acceptance` names.
+
+    Args:
+        stream: seed and sequence id of the noise; None = greedy.
+
+    Raises:
+        ValueError: the rule's conditions are not met.
+    """
+    if config.acceptance == "walk":
+        return WalkRule(config, emission, stream)
+    return RejectionRule(config, emission, stream)
+
+
+class WalkRule:
+    """The target's own choice at every node, argmax(scores + keyed noise), followed for as long as the tree has it.
+
+    Which text results depends on the target and the seed alone. The draft sees the same noise, so it proposes what the
+    target's noise favours (coupled drafting); that changes how often it is right, not what is emitted.
+    """
+
+    def __init__(self, config: DDTreeConfig, emission: Emission, stream: tuple[int, int] | None):
+        self.config, self.emission = config, emission
+        self.noise = None if stream is None else NoiseRows(*stream)
+        self.ordered = outside(emission.processors, CONTEXT_FREE, BY_ROW)
+        self.depth = 0  # of the tree built last, at most
+
+    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
+        """The best-first tree under log_softmax((logits + scale * temperature * noise) / draft_temperature)."""
+        if draft_logits is None:
+            self.depth = 0
+            return root_tree(root_tokens)
+        logits = draft_logits.float()
+        self.depth = logits.shape[1]
+        if self.noise is not None and (scale := self.config.noise_scale) > 0:
+            rows = self.noise(self.emission.position, self.depth, like=logits)
+            logits = logits + scale * self.config.sampling_temperature * torch.stack(rows).float()
+        marginals = top_marginals(logits / self.config.tree_temperature, self.config.candidates_per_depth)
+        return build_tree(root_tokens, marginals, self.config.tree_budget)
+
+    def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
+        """Node after node where that is cheaper or a processor must see tokens in order; else all nodes at once."""
+        logits = logits.to(self.emission.ids.device)
+        if logits.device.type == "cpu" or self.ordered:
+            return self.accept_in_order(tree, logits)
+        return self.accept_at_once(tree, logits)
+
+    def accept_in_order(self, tree: Tree, logits: torch.Tensor) -> Accepted:
+        """Calls the processors once per emitted token, on the ids before it: right for every processor there is."""
+        emission = self.emission
+
+        def choose(node: int) -> tuple[int, bool]:
+            raw = logits[:, node].to(torch.float32, copy=True)
+            kept = raw if emission.raw_logits is None else raw.clone()
+            scores = emission.processors(emission.ids, raw)
+            rows = None if self.noise is None else self.noise(emission.position, 1, like=scores)[0]
+            token = _checked(int(_choices(scores, rows)))
+            return token, emission.emit(token, kept, scores)
+
+        return walk(tree, choose)
+
+    def accept_at_once(self, tree: Tree, logits: torch.Tensor) -> Accepted:
+        """All nodes' choices and the path on the device, then one copy to the host."""
+        raw = logits[0].float()
+        scores = process_tree(self.emission.processors, self.emission.ids, tree, raw.clone())
+        rows = None
+        if self.noise is not None:
+            rows = torch.stack(self.noise(self.emission.position, self.depth + 1, like=scores))[tree.depths[0]]
+        path, tokens = walk_at_once(tree, _choices(scores, rows)[None], self.depth)
+        nodes, chosen = torch.cat([path, tokens]).tolist()
+        length = sum(node >= 0 for node in nodes)
+        return self.emission.emit_path(nodes[:length], [_checked(token) for token in chosen[:length]], raw, scores)
+
+
+class RejectionRule:
+    """The classical rules: drafts are drawn from the drafter's distributions and accepted by their probabilities.
+
+    For comparison and research. The law of the text is the target's, as with the walk, but which text a seed gives
+    depends on the drafter.
+    """
+
+    def __init__(self, config: DDTreeConfig, emission: Emission, stream: tuple[int, int] | None):
+        name = config.acceptance
+        if stream is None:
+            raise ValueError(
+                f"`acceptance={name!r}` draws its drafts and `do_sample` is False; set `do_sample=True`, or leave "
+                '`acceptance` at "walk".'
+            )
+        if unknown := outside(emission.processors, CONTEXT_FREE, BY_ROW, BY_SEQUENCE):
+            raise ValueError(
+                f"`acceptance={name!r}` processes the logits of tokens that may never be emitted, which "
+                f'{", ".join(unknown)} may not allow; leave `acceptance` at "walk", or leave the processor out.'
+            )
+        self.config, self.emission = config, emission
+        self.key = stream_key(*stream, 1)  # apart from the walk's
+        self.children = torch.empty(0)
+        self.q = torch.empty(0)
+
+    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
+        """A tree whose shape is settled before its tokens are drawn, each depth's without replacement."""
+        depth = 0 if draft_logits is None else draft_logits.shape[1]
+        shape, self.children = shape_by_rank(depth, self.config.tree_budget, self._ranks(), root_tokens.device)
+        if draft_logits is None:
+            self.q = torch.empty(0)
+            return root_tree(root_tokens)
+        deepest = int(shape.depths.max())
+        self.q = (draft_logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
+        drafts = draw_without_replacement(self.q, self._uniforms()[0])[0]  # [depth, ranks]
+        tokens = drafts[shape.depths[:, 1:] - 1, shape.tokens[:, 1:]]
+        return Tree(torch.cat([root_tokens, tokens], dim=1), shape.parents, shape.depths, shape.scores)
+
+    def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
+        """All nodes' distributions and the path on the device, then one copy to the host."""
+        raw = logits[0].to(self.emission.ids.device, torch.float32)
+        scores = process_tree(self.emission.processors, self.emission.ids, tree, raw.clone())
+        p = scores.double().softmax(-1)[None]
+        if not len(self.q):
+            self.q = p[:, :0]
+        _, coins, last = self._uniforms()
+        if self.config.acceptance == "block":
+            path, weights = block_verification(p, self.q, tree.tokens, coins[..., 0])
+        else:
+            path, weights = recursive_rejection(p, self.q, tree.tokens, self.children, coins)
+        bonus = torch.where(weights.sum(-1) > 0, draw(weights, last), -1)
+        tokens = tree.tokens.gather(1, path.clamp(min=0))
+        nodes, emitted = torch.stack([path[0], torch.cat([tokens[0, 1:], bonus])]).tolist()
+        length = sum(node >= 0 for node in nodes)
+        emitted = [*emitted[: length - 1], _checked(int(emitted[-1]))]
+        return self.emission.emit_path(nodes[:length], emitted, raw, scores)
+
+    def _ranks(self) -> int:
+        return min(self.config.candidates_per_depth, len(RANK_CHANCES))
+
+    def _uniforms(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This round's numbers: [1, depth, ranks] for drafts, as many for coins, and [1] for the bonus token.
+
+        Keyed by the position that the round starts at, which no other round does.
+        """
+        depth, ranks, device = self.q.shape[1], self._ranks(), self.q.device
+        counters = torch.arange(2 * depth * ranks + 1, device=device)
+        numbers = uniform_noise(self.key, counters.new_tensor(self.emission.position), counters)
+        drafts, coins = numbers[:-1].view(2, 1, depth, ranks)
+        return drafts, coins, numbers[-1:]
+
+
+def shape_by_rank(depth: int, budget: int, ranks: int, device: torch.device) -> tuple[Tree, torch.Tensor]:
+    """The best-first tree if the draft of rank r were right with `RANK_CHANCES[r]` at every depth.
+
+    Returns:
+        The tree, with ranks for tokens, and [nodes, ranks] each node's child of each rank, -1 where it has none.
+    """
+    root = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    order = torch.arange(ranks, device=device).expand(1, depth, -1)
+    chances = torch.tensor(RANK_CHANCES[:ranks], device=device).log().expand(1, depth, -1)
+    tree = build_tree(root, Marginals(order, chances), budget)
+    children = torch.full((tree.num_nodes, ranks), -1, device=device)
+    children[tree.parents[0, 1:], tree.tokens[0, 1:]] = torch.arange(1, tree.num_nodes, device=device)
+    return tree, children
+
+
+def _choices(scores: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """The token chosen from each row of scores [rows, vocab]; -1 where sampling has nothing to choose from."""
+    if noise is None:
+        return scores.argmax(-1)
+    best, tokens = (scores.double() + noise).max(-1)
+    return torch.where(best > -torch.inf, tokens, -1)
+
+
+def _checked(token: int) -> int:
+    if token < 0:
+        raise ValueError(
+            "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the constraints, or "
+            "look for NaN in the model's logits."
+        )
+    return token
