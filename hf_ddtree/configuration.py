@@ -132,20 +132,20 @@ class DDTreeConfig(GenerationConfig):
         rule = self.acceptance
         if self.tree_shape not in (shapes := ACCEPTANCE_RULES[rule]):
             raise ValueError(
-                f'`acceptance="{rule}"` does not go with `tree_shape="{self.tree_shape}"`; set `tree_shape="{shapes[0]}"`, '
-                'or leave `acceptance` at "walk".'
+                f'`acceptance="{rule}"` does not go with `tree_shape="{self.tree_shape}"`; set '
+                f'`tree_shape="{shapes[0]}"`, or leave `acceptance` at "walk".'
             )
         if rule == "walk":
             return
         if self.draft_noise_scale:
             raise ValueError(
-                f'`draft_noise_scale={self.draft_noise_scale}` does not go with `acceptance="{rule}"`, whose drafts must not '
-                'know the target\'s noise; leave it unset, or leave `acceptance` at "walk".'
+                f'`draft_noise_scale={self.draft_noise_scale}` does not go with `acceptance="{rule}"`, whose drafts '
+                'must not know the target\'s noise; leave it unset, or leave `acceptance` at "walk".'
             )
         if self.tree_shape == "chain" and self.tree_top_k is not None:
             raise ValueError(
-                f'`tree_top_k={self.tree_top_k}` does not go with `acceptance="{rule}"`, which draws from the drafter\'s whole '
-                'distribution; leave it unset, or leave `acceptance` at "walk".'
+                f'`tree_top_k={self.tree_top_k}` does not go with `acceptance="{rule}"`, which draws from the '
+                'drafter\'s whole distribution; leave it unset, or leave `acceptance` at "walk".'
             )
 
 

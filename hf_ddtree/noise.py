@@ -1,8 +1,8 @@
 """Keyed noise: uniform and Gumbel numbers as a pure function of seed, sequence, position and token. Leaf: torch only.
 
 A counter-based integer hash, the finaliser of splitmix64 (https://doi.org/10.1145/2714064.2660195), gives each token of
-each position a 53-bit uniform number; its Gumbel transform uses additions, multiplications and divisions only, which IEEE
-754 rounds alike everywhere. So the numbers have the same bits on every device and in whatever shape they are asked for.
+each position a 53-bit uniform number; its Gumbel transform uses additions, multiplications and divisions only, which
+IEEE 754 rounds alike everywhere. So the numbers have the same bits on every device and in whatever shape they come.
 """
 
 import math
@@ -38,7 +38,7 @@ def uniform_noise(key: int, positions: torch.Tensor, tokens: torch.Tensor) -> to
 
 
 def gumbel_noise(key: int, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[*positions, *tokens] float64 standard Gumbel numbers, -log(-log u), between -3.6 and 36.8; see `uniform_noise`."""
+    """[*positions, *tokens] float64 standard Gumbel numbers, -log(-log u), from -3.7 to 36.8; see `uniform_noise`."""
     return _log(_log(uniform_noise(key, positions, tokens)).neg_()).neg_()
 
 
@@ -68,8 +68,8 @@ class NoiseRows:
 
 
 def row_streams(seed: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """(seed, sequence) of each row of a batch: one seed means the row's index tells rows apart; a list, one seed per row,
-    makes each row what it would be alone.
+    """(seed, sequence) of each row of a batch: under one seed the row's index tells the rows apart; a list of seeds, one
+    per row, makes each row what it would be alone.
     """
     if isinstance(seed, int):
         return [(seed, row) for row in range(rows)]
