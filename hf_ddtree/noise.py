@@ -68,8 +68,8 @@ class NoiseRows:
 
 
 def row_streams(seed: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """(seed, sequence) of each row of a batch: under one seed the row's index tells the rows apart; a list of seeds, one
-    per row, makes each row what it would be alone.
+    """(seed, sequence) of each row of a batch: under one seed the row's index tells rows apart; a list of seeds, one per
+    row, makes each row what it would be alone.
     """
     if isinstance(seed, int):
         return [(seed, row) for row in range(rows)]

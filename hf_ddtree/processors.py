@@ -41,8 +41,8 @@ def outside(processors: Iterable[LogitsProcessor], *known: set[type]) -> list[st
 def process_tree(processors: LogitsProcessorList, ids: torch.Tensor, tree: Tree, scores: torch.Tensor) -> torch.Tensor:
     """Scores [nodes, vocab] of all nodes of a one-row tree, each as plain decoding would have them after its path.
 
-    Context-free processors get all nodes at once, those that look at the ids get the nodes of one depth, whose paths are
-    equally long, and those that know rows by their index get node after node.
+    Context-free processors get all nodes at once, those that look at the ids get the nodes of one depth, whose paths
+    are equally long, and those that know rows by their index get node after node.
 
     Args:
         processors: of the classes above; no others, since they may keep state.
@@ -104,8 +104,8 @@ def plain_sampling_processors(
 ) -> LogitsProcessorList:
     """What makes plain greedy decoding sample as a `DDTreeConfig` does: its warpers, then the keyed noise.
 
-    Pass it as `logits_processor=` with `do_sample=False`; penalties and constraints go to `generate` as usual, which puts
-    them before these.
+    Pass it as `logits_processor=` with `do_sample=False`; penalties and constraints go to `generate` as usual, which
+    puts them before these.
 
     Args:
         config: a `DDTreeConfig` with its `seed` set. Fields it leaves open are filled as `generate` fills them.

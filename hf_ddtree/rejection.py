@@ -1,7 +1,7 @@
-"""Classical acceptance rules, for sampled drafts: a draft is accepted by its probabilities, not by equality. Leaf: torch.
+"""Classical acceptance rules, for drafts that were drawn: accepted by probabilities, not by equality. Leaf: torch only.
 
-All work on rows at once with fixed shapes and without host synchronisation, in float64, from uniform numbers that they are
-given. A rule is exact only if each draft was drawn from the very `q` it is given here and nothing was reordered since.
+All work on rows at once with fixed shapes and without host synchronisation, in float64, from uniform numbers that they
+are given. A rule is exact only if each draft was drawn from the very `q` it is given and nothing was reordered since.
 """
 
 import torch
@@ -35,8 +35,8 @@ def recursive_rejection(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tests a node's children in the order they were drawn; on a chain this is token-wise rejection.
 
-    A child x is accepted with probability min(1, P(x) / Q(x)); after a rejection P becomes the normalised (P - Q)+ and Q
-    the normalised Q without x. Sources: https://arxiv.org/abs/2211.17192 (chain), https://arxiv.org/abs/2402.12374
+    A child x is accepted with probability min(1, P(x) / Q(x)); after a rejection P becomes the normalised (P - Q)+ and
+    Q the normalised Q without x. Sources: https://arxiv.org/abs/2211.17192 (chain), https://arxiv.org/abs/2402.12374
     (without replacement).
 
     Args:

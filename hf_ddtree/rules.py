@@ -200,7 +200,7 @@ def _choices(scores: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
 def _checked(token: int) -> int:
     if token < 0:
         raise ValueError(
-            "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the constraints, or "
-            "look for NaN in the model's logits."
+            "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the constraints, "
+            "or look for NaN in the model's logits."
         )
     return token

@@ -119,9 +119,7 @@ def decode_rounds(
     """The decoding loop: draft, build, verify, accept, commit, until generation ends."""
     with figures.stage("prefill"):
         outputs = target.prefill(emission.ids, drafter.config)
-    tree = rule.build(
-        emission.ids.new_zeros(1, 1), None
-    )  # the prefill verified the root alone: the prompt's last token
+    tree = rule.build(emission.ids.new_zeros(1, 1), None)  # the prefill verified the root alone: the last prompt token
     with target.model._optimize_model_for_decode():
         while True:
             with figures.stage("accept"), target.undoing(tree):

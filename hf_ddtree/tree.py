@@ -60,7 +60,7 @@ class Tree:
         return visible
 
     def path_tokens(self) -> torch.Tensor:
-        """[batch, nodes, deepest] the tokens on the way to each node, its own included, the root's left out; 0 beyond."""
+        """[batch, nodes, deepest] tokens on the way to each node, its own included, the root's left out; 0 beyond."""
         deepest = int(self.depths.max())
         on_path = torch.where(self.ancestors(), self.tokens[:, None], 0)
         depths = self.depths[:, None].expand_as(on_path)
