@@ -18,6 +18,7 @@ if not OLDEST <= Version(transformers.__version__) < NEWEST:
 from .configuration import DDTreeConfig  # noqa: E402 - after the version check
 from .drafting import DDTreeCandidateGenerator  # noqa: E402
 from .models import DFlashConfig, DFlashDraftModel  # noqa: E402
+from .processors import KeyedNoiseLogitsProcessor, plain_sampling_processors  # noqa: E402
 from .strategy import DDTreeOutput, register  # noqa: E402
 from .version import __version__  # noqa: E402
 
@@ -27,7 +28,9 @@ __all__ = [
     "DDTreeOutput",
     "DFlashConfig",
     "DFlashDraftModel",
+    "KeyedNoiseLogitsProcessor",
     "__version__",
+    "plain_sampling_processors",
 ]
 
 register()

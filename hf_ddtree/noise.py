@@ -68,8 +68,9 @@ class NoiseRows:
 
 
 def row_streams(seed: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """(seed, sequence) of each row of a batch: under one seed the row's index tells rows apart; a list of seeds, one per
-    row, makes each row what it would be alone.
+    """(seed, sequence) of each row of a batch.
+
+    Under one seed the row's index tells rows apart; with a list, one seed per row, a row is what it would be alone.
     """
     if isinstance(seed, int):
         return [(seed, row) for row in range(rows)]
