@@ -1,4 +1,4 @@
-"""`hf-ddtree demo | generate | train`."""
+"""`hf-ddtree demo | generate | bench | train`."""
 
 import argparse
 import json
@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .benchmark import race
 from .benchmark.prompts import PROMPTS
+from .benchmark.sampling import bench
 from .configuration import DDTreeConfig
 from .models import DFlashDraftModel
-from .models.smollm2 import load_smollm2
+from .models.smollm2 import load_smollm2, smollm2_path
 from .streaming import LEGEND, ColourStreamer
 
 DEMO_DRAFTER = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-dflash"
@@ -47,8 +48,27 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", default="auto", help="as accelerate's device_map takes it")
     generate.set_defaults(run=_run_generate)
 
+    bench = commands.add_parser("bench", help="measure: tables, and JSON on the last line")
+    bench.add_argument("what", choices=["sampling"], help="sampling: acceptance and speed by temperature")
+    bench.add_argument("--model", default="smollm2", help="folder or Hub name of the target (smollm2, of the demo)")
+    bench.add_argument("--drafter", default=str(DEMO_DRAFTER), help="folder or Hub name of its drafter (the demo's)")
+    bench.add_argument(
+        "--data",
+        type=Path,
+        default=DEMO_DRAFTER / "selfgen.jsonl.gz",
+        help="training data, as `train` takes it, whose held-out prompts to use",
+    )
+    bench.add_argument("--prompts", type=_positive, default=12, help="how many (12)")
+    bench.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0, 1.5])
+    bench.add_argument("--scan", action="store_true", help="also scan draft_noise_scale and draft_temperature")
+    bench.add_argument("--json", type=Path, help="write the JSON here too")
+    bench.set_defaults(run=_run_bench)
+
     for command in (demo, generate):
-        command.add_argument("--budget", type=int, default=16, help="tree nodes per round (16)")
+        command.add_argument("--temperature", type=float, default=0.0, help="sample at this temperature (0: greedy)")
+        command.add_argument("--seed", type=int, help="of the streamed answer's sampling (drawn)")
+    for command, budget in ((demo, 16), (generate, 16), (bench, 32)):
+        command.add_argument("--budget", type=int, default=budget, help=f"tree nodes per round ({budget})")
         command.add_argument("--max-new-tokens", type=int, default=128)
         command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
         command.add_argument("--repeats", type=_positive, default=2, help="timed runs per prompt and method (2)")
@@ -99,6 +119,17 @@ def _run_generate(options: argparse.Namespace) -> int:
     return _show(target, tokenizer, drafter, [options.prompt], options)
 
 
+def _run_bench(options: argparse.Namespace) -> int:
+    from .training.data import read_sequences
+
+    folder = smollm2_path() if options.model == "smollm2" else options.model
+    dtype = getattr(torch, options.dtype)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="auto")
+    drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
+    held = read_sequences(options.data)[1][: options.prompts]
+    return bench(target, drafter, [sequence.tokens[: sequence.prompt_length] for sequence in held], options)
+
+
 def _run_train(options: argparse.Namespace) -> int:
     from .training.run import train_drafter
 
@@ -121,6 +152,9 @@ def _show(
     _stream(target, drafter, inputs[0], streamer, options)
     if options.no_race:
         return 0
+    if options.temperature:
+        options.temperatures, options.scan, options.json = [options.temperature], False, None
+        return bench(target, drafter, [each["input_ids"][0] for each in inputs], options)
     _race(target, drafter, inputs, options)
     return _check_float32(target, drafter, inputs, options)
 
@@ -132,8 +166,13 @@ def _stream(
     streamer: ColourStreamer,
     options: argparse.Namespace,
 ) -> None:
+    sampling = {"temperature": options.temperature, "top_k": 0, "seed": options.seed} if options.temperature else {}
     config = DDTreeConfig(
-        tree_budget=options.budget, max_new_tokens=options.max_new_tokens, do_sample=False, return_dict_in_generate=True
+        tree_budget=options.budget,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=bool(sampling),
+        return_dict_in_generate=True,
+        **sampling,
     )
     result = target.generate(
         **prompt,
@@ -141,10 +180,11 @@ def _stream(
         generation_config=config,
         streamer=streamer,
     )
+    seed = f"; seed {result.seed}" if sampling else ""
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.stage_seconds.items())
     print(
         f"\n{result.rounds} target forwards for {sum(result.acceptance_lengths)} tokens; "
-        f"{result.mean_acceptance_length:.2f} tokens a round; seconds: {stages}\n"
+        f"{result.mean_acceptance_length:.2f} tokens a round{seed}; seconds: {stages}\n"
     )
 
 

@@ -42,7 +42,8 @@ class DDTreeConfig(GenerationConfig):
         draft_block_size: noise block of the drafter, its anchor included, so that `draft_block_size - 1` is the
             greatest depth of a tree; None = the block size the drafter was trained with.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the
-            same tokens; changes speed, never the text. 0 is the paper's tree. None = 1 for the walk.
+            same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
+            docs/performance.md; a greedy target has no noise), 0 for the other rules.
         draft_temperature: the drafts' log-probabilities are those of logits / `draft_temperature`; 1 is the paper's.
             None = 1 for the walk, and the target's temperature for the other rules, which draw the drafts.
         acceptance: which drafts are committed. "walk": where the target's own choice, made with noise keyed by seed and
@@ -97,7 +98,9 @@ class DDTreeConfig(GenerationConfig):
     @property
     def noise_scale(self) -> float:
         """`draft_noise_scale` or its default."""
-        return 1.0 if self.draft_noise_scale is None else self.draft_noise_scale
+        if self.draft_noise_scale is not None:
+            return self.draft_noise_scale
+        return 0.9 if self.acceptance == "walk" else 0.0
 
     @property
     def tree_temperature(self) -> float:

@@ -22,12 +22,18 @@ class Run:
     Attributes:
         ids: per prompt, the new tokens (those of the last repeat).
         tokens_per_second: new tokens over the wall time of the whole `generate` call, prefill included.
-        acceptance_lengths: new tokens per target forward, the prefill and its token left out.
+        committed, rounds: new tokens and target forwards, the prefill and its token left out.
     """
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     tokens_per_second: list[float] = field(default_factory=list)
-    acceptance_lengths: list[float] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round over all calls."""
+        return sum(self.committed) / max(sum(self.rounds), 1)
 
 
 def contenders(
@@ -62,6 +68,8 @@ def race(
 ) -> dict[str, Run]:
     """Runs every method on every prompt, `repeats` times, in an order that rotates from turn to turn.
 
+    Before each call torch is seeded by prompt and repeat: methods that sample by the same noise write the same text.
+
     Args:
         prompts: as `encode` gives them.
     """
@@ -75,6 +83,7 @@ def race(
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 config, drafter = methods[name]
                 forwards.count = 0
+                torch.manual_seed(1000 * (repeat or 0) + index)
                 started = time.perf_counter()
                 options: dict[str, Any] = {"assistant_model": drafter} if drafter is not None else {}
                 output = target.generate(**prompts[index], generation_config=config, **options)
@@ -85,7 +94,8 @@ def race(
                 run = runs[name]
                 run.ids[index] = new
                 run.tokens_per_second.append(len(new) / seconds)
-                run.acceptance_lengths.append((len(new) - 1) / max(forwards.count - 1, 1))
+                run.committed.append(len(new) - 1)
+                run.rounds.append(forwards.count - 1)
     finally:
         forwards.remove()
     return runs
@@ -117,7 +127,7 @@ def summary(runs: dict[str, Run]) -> list[dict[str, Any]]:
                 "method": name,
                 "tokens_per_second": round(speed, 1),
                 "speed_up": round(speed / statistics.median(plain.tokens_per_second), 2),
-                "acceptance_length": round(statistics.mean(run.acceptance_lengths), 2),
+                "acceptance_length": round(run.acceptance_length, 2),
                 "identical": sum(run.ids[index] == ids for index, ids in plain.ids.items()),
                 "prompts": len(plain.ids),
             }

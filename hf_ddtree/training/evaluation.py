@@ -29,21 +29,31 @@ def held_acceptance(
         answer = item.sequence.tokens[item.sequence.prompt_length :].tolist()
         if len(answer) < 2:
             continue
-        logits = _draft_logits(drafter, target, item)
+        logits = draft_logits_over(drafter, target, item)
         hits += int((logits[:, 0].argmax(-1) == item.sequence.tokens[item.sequence.prompt_length + 1 :]).sum())
         guesses += len(logits)
         for name, budget in [("chain", logits.shape[1]), *((f"tree-{budget}", budget) for budget in budgets)]:
-            position = 0
-            while (remaining := len(answer) - 1 - position) > 0:
-                top_k = 1 if name == "chain" else budget
-                marginals = top_marginals(logits[position, None, : remaining - 1], top_k)  # the last is the bonus
-                tree = build_tree(torch.tensor([[answer[position]]]), marginals, budget)
-                accepted = walk(tree, _reads(answer[position + 1 :]))
-                committed[name] = committed.get(name, 0) + len(accepted.tokens)
-                rounds[name] = rounds.get(name, 0) + 1
-                position += len(accepted.tokens)
+            lengths = rounds_over_text(answer, logits, 1 if name == "chain" else budget, budget)
+            committed[name] = committed.get(name, 0) + sum(lengths)
+            rounds[name] = rounds.get(name, 0) + len(lengths)
     means = {name: committed[name] / rounds[name] for name in committed}
     return {"first": hits / max(guesses, 1), **means}
+
+
+def rounds_over_text(text: list[int], logits: torch.Tensor, top_k: int, budget: int) -> list[int]:
+    """Tokens committed by each round of decoding in which the target's choices are `text`, its first token given.
+
+    Args:
+        logits: [len(text) - 1, depth, vocab] the drafts that a round would start from at each token.
+    """
+    lengths = []
+    root = 0
+    while (remaining := len(text) - 1 - root) > 0:
+        marginals = top_marginals(logits[root, None, : remaining - 1], top_k)  # the last one is the bonus token
+        accepted = walk(build_tree(torch.tensor([[text[root]]]), marginals, budget), _reads(text[root + 1 :]))
+        lengths.append(len(accepted.tokens))
+        root += len(accepted.tokens)
+    return lengths
 
 
 def _reads(text: list[int]) -> Choose:
@@ -52,7 +62,7 @@ def _reads(text: list[int]) -> Choose:
     return lambda node: (next(tokens), False)
 
 
-def _draft_logits(drafter: DFlashDraftModel, target: PreTrainedModel, item: TargetFeatures) -> torch.Tensor:
+def draft_logits_over(drafter: DFlashDraftModel, target: PreTrainedModel, item: TargetFeatures) -> torch.Tensor:
     """[anchors, depth, vocab]: drafts from every answer token but the last."""
     tokens, start = item.sequence.tokens, item.sequence.prompt_length
     anchors = torch.arange(start, len(tokens) - 1)[None]

@@ -1,0 +1,86 @@
+"""Which draft settings commit most tokens a round, judged on sampled texts that are the same for all of them.
+
+Keyed noise makes the text a function of target and seed alone, so it is sampled once, and every setting is judged by
+replaying the rounds over it: no target forward per setting.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..configuration import DDTreeConfig
+from ..models import DFlashDraftModel
+from ..noise import gumbel_noise, stream_key
+from ..processors import plain_sampling_processors
+from ..training.data import TokenSequence, compute_features
+from ..training.evaluation import draft_logits_over, rounds_over_text
+from .statistics import ratio_of_sums
+
+SCALES = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25)
+DRAFT_TEMPERATURES = (0.7, 0.85, 1.0, 1.3)
+
+
+@torch.no_grad()
+def scan(
+    target: PreTrainedModel, drafter: DFlashDraftModel, prompts: list[torch.Tensor], config: DDTreeConfig
+) -> list[dict[str, Any]]:
+    """A row per (draft_noise_scale, draft_temperature): the mean acceptance length and its standard error.
+
+    Args:
+        prompts: [length] each.
+        config: seed, temperature, budget, tree shape, and length of the texts.
+    """
+    settings = list(itertools.product(SCALES, DRAFT_TEMPERATURES))
+    rounds: dict[tuple[float, float], list[list[int]]] = {setting: [] for setting in settings}
+    features = compute_features(target, list(sample_texts(target, prompts, config)), drafter.config.target_layer_ids)
+    for item in tqdm(features, desc="replaying", leave=False, disable=None):
+        logits = draft_logits_over(drafter, target, item).float()  # [anchors, depth, vocab]
+        anchors, depth, vocab = logits.shape
+        start = item.sequence.prompt_length
+        key = stream_key(config.seed, 0)
+        positions = torch.arange(start + 1, start + anchors + depth)
+        rows = torch.stack([gumbel_noise(key, position, torch.arange(vocab)).float() for position in positions])
+        noise = config.sampling_temperature * rows.unfold(0, depth, 1).transpose(1, 2)  # as logits
+        for scale, temperature in settings:
+            text = item.sequence.tokens[start:].tolist()
+            drafts = (logits + scale * noise) / temperature
+            lengths = rounds_over_text(text, drafts, config.candidates_per_depth, config.tree_budget)
+            rounds[scale, temperature].append(lengths)
+    return [_row(setting, texts) for setting, texts in rounds.items()]
+
+
+def sample_texts(target: PreTrainedModel, prompts: list[torch.Tensor], config: DDTreeConfig) -> Iterator[TokenSequence]:
+    """Plain decoding's texts under the config's keyed noise, prompt by prompt, those of two tokens and more."""
+    processors = plain_sampling_processors(target, config)
+    for prompt in tqdm(prompts, desc="sampling", leave=False, disable=None):
+        ids = prompt[None].to(target.device)
+        output = target.generate(
+            ids, do_sample=False, max_new_tokens=config.max_new_tokens, logits_processor=processors
+        )
+        if output.shape[1] > len(prompt) + 1:
+            yield TokenSequence(output[0].cpu(), len(prompt), config.sampling_temperature)
+
+
+def scan_table(rows: list[dict[str, Any]]) -> str:
+    """Noise scales down, draft temperatures across."""
+    cells = {(row["draft_noise_scale"], row["draft_temperature"]): row for row in rows}
+    lines = ["scale \\ draft temperature" + "".join(f"{temperature:>14}" for temperature in DRAFT_TEMPERATURES)]
+    for scale in SCALES:
+        row = [cells[scale, temperature] for temperature in DRAFT_TEMPERATURES]
+        values = "".join(f"{cell['acceptance_length']:>8.2f} ±{cell['standard_error']:.2f}" for cell in row)
+        lines.append(f"{scale:<25}{values}")
+    return "\n".join(lines)
+
+
+def _row(setting: tuple[float, float], texts: list[list[int]]) -> dict[str, Any]:
+    mean, error = ratio_of_sums([sum(rounds) for rounds in texts], [len(rounds) for rounds in texts])
+    return {
+        "draft_noise_scale": setting[0],
+        "draft_temperature": setting[1],
+        "acceptance_length": round(mean, 3),
+        "standard_error": round(error, 3),
+    }
