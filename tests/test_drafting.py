@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig
 from hf_ddtree.target import Context
+from hf_ddtree.tree import build_tree, top_marginals
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
 
@@ -41,17 +42,40 @@ def test_fault_39_slot_k_fills_depth_k(max_depth):
     slots = torch.eye(HIDDEN)[None, 10 : 10 + BLOCK]  # slot k says token 10 + k
     drafter.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=9 * slots)
     generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
-    marginals = generator.draft(torch.tensor([[3]]), context_of(4), max_depth)
-    assert marginals.tokens[0, :, 0].tolist() == [10 + depth for depth in range(1, min(max_depth, BLOCK - 1) + 1)]
+    logits = generator.draft(torch.tensor([[3]]), context_of(4), max_depth)
+    assert logits.shape == (1, min(max_depth, BLOCK - 1), 64)
+    assert logits[0].argmax(-1).tolist() == [10 + depth for depth in range(1, min(max_depth, BLOCK - 1) + 1)]
 
 
-def test_get_candidates_is_draft_and_build(target):
-    drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12)
+NOTHING = {"no depth": (12, 8, 0), "no budget": (0, 8, 5), "block of the anchor alone": (12, 1, 5)}
+
+
+@pytest.mark.parametrize("budget, block_size, max_depth", NOTHING.values(), ids=NOTHING)
+def test_nothing_to_draft(target, budget, block_size, max_depth):
+    """Then the drafter does not even run, and the tree is the root alone."""
+    drafter = make_drafter(target)
+    drafter.forward = None
+    config = DDTreeConfig(tree_budget=budget, draft_block_size=block_size)
+    generator = DDTreeCandidateGenerator(drafter, target, config)
+    assert generator.draft(PROMPT[:, -1:], context_of(4), max_depth) is None
+    tree = generator.get_candidates(PROMPT, context_of(4), max_depth)
+    assert tree.tokens.tolist() == [[10]] and tree.depths.tolist() == [[0]]
+
+
+SHAPES = {"defaults": ({}, 12), "top_k=2": ({"tree_top_k": 2}, 2), "chain": ({"tree_shape": "chain"}, 1)}
+
+
+@pytest.mark.parametrize("fields, top_k", SHAPES.values(), ids=SHAPES)
+def test_get_candidates_is_draft_and_search(target, fields, top_k):
+    """The best-first tree of the draft's own log-probabilities, round after round."""
+    drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12, **fields)
     whole, parts = (DDTreeCandidateGenerator(drafter, target, config) for _ in range(2))
     for context in (context_of(9), Context(context_of(3).hidden_states, torch.arange(9, 12)[None])):
         tree = whole.get_candidates(PROMPT, context, max_depth=5)
-        other = parts.build(PROMPT[:, -1:], parts.draft(PROMPT[:, -1:], context, max_depth=5))
-        assert tree.num_nodes == 13 and tree.tokens[0, 0] == PROMPT[0, -1]
+        logits = parts.draft(PROMPT[:, -1:], context, max_depth=5)
+        assert logits.shape == (1, 5, 64)
+        other = build_tree(PROMPT[:, -1:], top_marginals(logits, top_k), 12)
+        assert tree.num_nodes == (6 if top_k == 1 else 13) and tree.tokens[0, 0] == PROMPT[0, -1]
         for field in ("tokens", "parents", "depths", "scores"):
             assert torch.equal(getattr(tree, field), getattr(other, field))
 

@@ -1,10 +1,11 @@
-"""Sampling draws and logits processing happen token by token exactly as in plain decoding."""
+"""Sampling and logits processing happen token by token exactly as in plain decoding."""
 
 import itertools
 
 import pytest
 import torch
-from stubs import decode, greedy, make_drafter, make_stub, make_target
+from keyed import Recorder, drafter_of, exact_law, p_value, sampled
+from stubs import decode, greedy, make_stub, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
@@ -28,10 +29,6 @@ def soft():
     return make_target("qwen3", seed=10, initializer_range=0.2)
 
 
-def drafter_of(target, kind, reference):
-    return make_drafter(target) if kind == "real" else make_stub(target, kind, reference)
-
-
 # Sampling
 
 SETTINGS = {
@@ -45,19 +42,13 @@ SETTINGS = {
 }
 
 
-def sampled(target, seed, **settings):
-    torch.manual_seed(seed)
-    return target.generate(PROMPT, do_sample=True, max_new_tokens=16, **settings)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_fault_33_a_seed_gives_the_text_of_plain_sampling(soft, settings, kind):
+def test_fault_33_a_seed_gives_the_text_of_plain_decoding_with_its_noise(soft, settings, kind):
     for seed, budget in ((0, 16), (1, 3)):
-        expected = sampled(soft, seed, **settings)
-        drafter = drafter_of(soft, kind, expected[0])
-        torch.manual_seed(seed)
-        tokens = decode(soft, drafter, PROMPT, do_sample=True, max_new_tokens=16, tree_budget=budget, **settings)
+        expected = sampled(soft, PROMPT, 16, seed=seed, **settings)
+        sampling = {"do_sample": True, "seed": seed, "tree_budget": budget, **settings}
+        tokens = decode(soft, drafter_of(soft, kind, expected[0]), PROMPT, max_new_tokens=16, **sampling)
         assert tokens.tolist() == expected.tolist() != greedy(soft, PROMPT, 16).tolist()
 
 
@@ -107,28 +98,13 @@ DRAWS = 800
 def law_of_the_last_two(target, temperature, top_k):
     """[8, 8] exact probabilities of new tokens 2 and 3."""
 
-    def following(rows):
-        ids = torch.cat([torch.tensor([[6, 3, 2, 7]]).expand(len(rows), -1), torch.tensor(rows)], dim=1).long()
+    def following(texts):
+        ids = torch.cat([torch.tensor([[6, 3, 2, 7]]).expand(len(texts), -1), texts], dim=1)
         scores = target(ids).logits[:, -1] / temperature
         threshold = scores.topk(top_k).values[:, -1:]
-        return scores.masked_fill(scores < threshold, -torch.inf).softmax(-1).double()
+        return scores.masked_fill(scores < threshold, -torch.inf).softmax(-1)
 
-    first = following([[]])[0]
-    second = following([[a] for a in range(8)])
-    third = following([[a, b] for a, b in itertools.product(range(8), repeat=2)]).view(8, 8, 8)
-    return torch.einsum("a,ab,abc->bc", first, second, third)
-
-
-def p_value(counts, law):
-    """Pearson's chi-square; cells that expect fewer than five are pooled."""
-    expected = law * counts.sum()
-    large = expected >= 5
-    observed = torch.cat([counts[large], counts[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    kept = expected > 0
-    assert not bool(observed[~kept].any())
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    return float(torch.special.gammaincc((kept.sum().double() - 1) / 2, statistic / 2))
+    return exact_law(following, 8, 3).sum(0)
 
 
 @pytest.mark.parametrize("kind", ["oracle-1", "rand"])
@@ -183,16 +159,6 @@ def test_fault_10_11_processors(soft, flag, kind):
     assert tokens.tolist() == expected.tolist()
 
 
-class Recorder(LogitsProcessor):
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, input_ids, scores):
-        assert scores.shape == (1, 64) and scores.dtype == torch.float32
-        self.calls.append(input_ids.tolist())
-        return scores
-
-
 class Stateful(LogitsProcessor):
     """Bans the token it saw win last time; fails if the sequence did not grow by what it allowed."""
 
@@ -215,7 +181,8 @@ def test_fault_10_processor_sees_the_committed_prefix_and_the_path(target, refer
     greedy(target, PROMPT, 20, logits_processor=LogitsProcessorList([plain]))
     drafter = drafter_of(target, kind, reference)
     decode(target, drafter, PROMPT, max_new_tokens=20, logits_processor=LogitsProcessorList([ours]))
-    assert ours.calls == plain.calls == [[reference[: START + n].tolist()] for n in range(20)]
+    assert ours.ids == plain.ids == [[reference[: START + n].tolist()] for n in range(20)]
+    torch.testing.assert_close(torch.cat(ours.scores), torch.cat(plain.scores), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,34 +218,36 @@ def test_fault_12_grammar_follows_the_path(target, reference, kind):
 
 OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 SCORED = {
-    "greedy": {"do_sample": False},
-    "penalty": {"do_sample": False, "repetition_penalty": 1.5},
-    "sampling": {"do_sample": True, "temperature": 0.5},
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.5},
+    "sampling": {"seed": 3, "temperature": 0.5},
+    "sampling with penalty": {"seed": 3, "temperature": 2.0, "top_k": 5, "repetition_penalty": 1.5},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SCORED.values(), ids=SCORED)
 def test_fault_26_scores_and_logits(soft, settings, kind):
-    torch.manual_seed(3)
-    plain = soft.generate(PROMPT, max_new_tokens=14, **OUTPUTS, **settings)
-    drafter = drafter_of(soft, kind, plain.sequences[0])
-    torch.manual_seed(3)
-    ours = decode(soft, drafter, PROMPT, max_new_tokens=14, **OUTPUTS, **settings)
+    """Sampling returns what the noise was added to, which in plain decoding a processor before the noise sees."""
+    sampling, seen = "seed" in settings, Recorder()
+    if sampling:
+        plain = sampled(soft, PROMPT, 14, around=((), [seen]), **OUTPUTS, **settings)
+    else:
+        plain = greedy(soft, PROMPT, 14, logits_processor=LogitsProcessorList([seen]), **OUTPUTS, **settings)
+    drafter, asked = drafter_of(soft, kind, plain.sequences[0]), {"max_new_tokens": 14, "do_sample": sampling}
+    ours = decode(soft, drafter, PROMPT, **asked, **OUTPUTS, **settings)
     assert ours.sequences.tolist() == plain.sequences.tolist()
-    for name in ("scores", "logits"):
-        mine, theirs = getattr(ours, name), getattr(plain, name)
+    for mine, theirs in ((ours.scores, seen.scores), (ours.logits, plain.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs) == 14
-        assert mine[0].shape == (1, 64)
-        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), atol=1e-4, rtol=1e-4)
-    changed = "repetition_penalty" in settings or settings["do_sample"]
-    assert changed != torch.equal(torch.stack(ours.scores), torch.stack(ours.logits))
-    torch.testing.assert_close(
-        soft.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True),
-        soft.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True),
-        atol=1e-4,
-        rtol=1e-4,
+        assert all(row.shape == (1, 64) and row.dtype == torch.float32 for row in mine)
+        torch.testing.assert_close(torch.cat(mine), torch.cat(theirs), atol=1e-4, rtol=1e-4)
+    assert bool(settings) != torch.equal(torch.cat(ours.scores), torch.cat(ours.logits))
+    chances, expected = (
+        soft.compute_transition_scores(plain.sequences, tuple(scores), normalize_logits=True)
+        for scores in (ours.scores, seen.scores)
     )
+    torch.testing.assert_close(chances, expected, atol=1e-4, rtol=1e-4)
+    assert bool((chances < 0).all() and chances.isfinite().all())
 
 
 class InPlace(LogitsProcessor):
