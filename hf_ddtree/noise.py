@@ -63,7 +63,7 @@ class NoiseRows:
         for position in range(start, start + count):
             if position not in self.rows:
                 tokens = torch.arange(like.shape[-1], device=like.device)
-                self.rows[position] = gumbel_noise(self.key, tokens.new_tensor(position), tokens)
+                self.rows[position] = gumbel_noise(self.key, torch.full_like(tokens[0], position), tokens)
         return [self.rows[position] for position in range(start, start + count)]
 
 
