@@ -17,8 +17,8 @@ LOG_TERMS = 7  # of the series of log; relative error 3e-14, measured
 
 
 def stream_key(*path: int) -> int:
-    """A 64-bit key from a path of integers, each of any size: `(seed, sequence)` for the choices of a sequence."""
-    key = 0
+    """A 64-bit key from a path of integers, taken modulo 2^64: `(seed, sequence)` for the choices of a sequence."""
+    key = len(path)
     for part in path:
         key = _mix_int((key + (part + 1) * STEP) % 2**64)
     return key
@@ -33,7 +33,7 @@ def uniform_noise(key: int, positions: torch.Tensor, tokens: torch.Tensor) -> to
         tokens: int64 token ids; any part of the vocabulary.
     """
     rows = _mix((positions + 1) * _signed(STEP) + _signed(key))
-    bits = _mix((tokens + 1) * _signed(STEP) + rows.reshape(*positions.shape, *[1] * tokens.dim()))
+    bits = _mix((tokens + 1) * _signed(STEP) + rows.reshape((*positions.shape, *[1] * tokens.dim())))
     return bits.bitwise_right_shift_(11).bitwise_or_(1).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
@@ -51,7 +51,7 @@ class NoiseRows:
 
     def __init__(self, seed: int, sequence: int = 0):
         self.key = stream_key(seed, sequence)
-        self.rows: dict[int, torch.Tensor] = {}
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}  # (position, vocab) -> row
 
     def __call__(self, start: int, count: int, like: torch.Tensor) -> list[torch.Tensor]:
         """`count` rows, [vocab] float64 each, from position `start` on, for scores `like` [..., vocab].
@@ -59,12 +59,13 @@ class NoiseRows:
         Earlier rows are forgotten. Row by row, because a row of 49k tokens fits into a core's cache (0.7 ms) where
         seven at once do not (1.0 ms each, one core of an AMD EPYC).
         """
-        self.rows = {position: row for position, row in self.rows.items() if position >= start}
+        vocab = like.shape[-1]
+        self.rows = {key: row for key, row in self.rows.items() if key[0] >= start}
         for position in range(start, start + count):
-            if position not in self.rows:
-                tokens = torch.arange(like.shape[-1], device=like.device)
-                self.rows[position] = gumbel_noise(self.key, torch.full_like(tokens[0], position), tokens)
-        return [self.rows[position] for position in range(start, start + count)]
+            if (position, vocab) not in self.rows:
+                tokens = torch.arange(vocab, device=like.device)
+                self.rows[position, vocab] = gumbel_noise(self.key, torch.full_like(tokens[0], position), tokens)
+        return [self.rows[position, vocab] for position in range(start, start + count)]
 
 
 def row_streams(seed: int | Sequence[int], rows: int) -> list[tuple[int, int]]:

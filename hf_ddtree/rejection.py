@@ -10,18 +10,20 @@ import torch
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Tokens drawn in proportion to `weights` [..., vocab] by inverting the distribution at `uniforms` [...] in [0, 1).
 
-    Never a token of weight 0, whatever the rounding of the sum, unless all are.
+    Never a token of weight 0, unless all are: where rounding of the sum hits one, the likeliest token is taken.
     """
     cumulative = weights.cumsum(-1)
-    tokens = torch.searchsorted(cumulative, uniforms[..., None] * cumulative[..., -1:], right=True)[..., 0]
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
-    return tokens.minimum(last)
+    tokens = torch.searchsorted(cumulative, uniforms[..., None] * cumulative[..., -1:], right=True)
+    tokens = tokens.clamp(max=weights.shape[-1] - 1)
+    hit = weights.gather(-1, tokens) > 0
+    return torch.where(hit, tokens, weights.argmax(-1, keepdim=True))[..., 0]
 
 
 def draw_without_replacement(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """[..., count] distinct tokens in the order drawn, each from `q` [..., vocab] less those before it.
 
-    Where `q` has fewer tokens of positive weight than `uniforms` [..., count] has columns, tokens repeat at the end.
+    Where `q` has fewer tokens of positive weight than `uniforms` [..., count] has columns, the rest are any tokens; the
+    rules pass over them.
     """
     tokens = []
     for column in uniforms.unbind(-1):
@@ -44,7 +46,7 @@ def recursive_rejection(
         q: [rows, depth, vocab] what the drafts of each depth were drawn from, without replacement.
         tokens: [rows, nodes]; the root's does not matter.
         children: [nodes, ranks] the child of each node that holds the depth's draft of that rank, -1 where there is
-            none. Which there are must have been settled before the drafts were drawn.
+            none; no rank without those before it. Which there are must have been settled before the drafts were drawn.
         coins: [rows, depth, ranks] uniform numbers.
 
     Returns:

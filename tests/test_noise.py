@@ -4,6 +4,7 @@ Each chi-square test has a false-alarm rate of `ALPHA`; its seeds are fixed, so 
 """
 
 import decimal
+import functools
 import math
 
 import pytest
@@ -12,11 +13,9 @@ import torch
 from hf_ddtree import noise
 from hf_ddtree.noise import NoiseRows, gumbel_noise, row_streams, stream_key, uniform_noise
 
-ALPHA = 1e-6
-GAMMA = 0x9E3779B97F4A7C15
+ALPHA, GAMMA = 1e-6, 0x9E3779B97F4A7C15
 SEEDS = [0, 1, -1, -5, 1234567, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 3**100, -(7**60)]
-POSITIONS = [0, 1, 2, 4095, 2**31, 2**40 + 3]
-TOKENS = [0, 1, 2, 63, 151_935, 2**31 - 1, 2**45]
+POSITIONS, TOKENS = [0, 1, 2, 4095, 2**31, 2**40 + 3], [0, 1, 2, 63, 151_935, 2**31 - 1, 2**45]
 LOWEST, HIGHEST = 2.0**-53, 1 - 2.0**-53
 
 
@@ -27,14 +26,16 @@ def finalise(z):
     return z ^ (z >> 31)
 
 
-def reference_key(*path, key=0):
-    for part in path:
-        key = finalise((key + (part + 1) * GAMMA) & (2**64 - 1))
-    return key
+def step(key, part):
+    return finalise((key + (part + 1) * GAMMA) & (2**64 - 1))
+
+
+def reference_key(*path):
+    return functools.reduce(step, path, len(path))
 
 
 def reference_uniform(key, position, token):
-    return ((reference_key(position, token, key=key) >> 11) | 1) / 2**53
+    return ((step(step(key, position), token) >> 11) | 1) / 2**53
 
 
 def exact_log(x):
@@ -207,9 +208,8 @@ def test_rows_are_computed_once_and_forgotten_when_passed():
     first = rows(0, 6, torch.zeros(8))
     second = rows(2, 6, torch.zeros(8))
     assert all(a is b for a, b in zip(first[2:], second[:4], strict=True))
-    assert sorted(rows.rows) == [2, 3, 4, 5, 6, 7]
-    rows(7, 0, torch.zeros(8))
-    assert sorted(rows.rows) == [7]
+    assert sorted(position for position, _ in rows.rows) == [2, 3, 4, 5, 6, 7]
+    assert rows(7, 1, torch.zeros(9))[0].shape == (9,) and {position for position, _ in rows.rows} == {7}
     assert rows(2, 1, torch.zeros(8))[0] is not first[2]
 
 

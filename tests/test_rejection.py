@@ -67,8 +67,7 @@ def siblings_fit(p, q, coins, last):
 
 def sibling_case(seed, q, coins, last):
     """`coins`: grid sizes by rank, as many as a node may have children. With two, mostly laws for which both matter."""
-    rng = random.Random(seed)
-    laws = random_laws(rng)
+    laws = random_laws(rng := random.Random(seed))
 
     def fits(p, q):
         gains = {a / b for a, b in zip(p, q, strict=True) if b and a > b}
@@ -306,6 +305,7 @@ def test_no_token_without_weight_is_drawn(u):
 def test_draw_at_the_edges():
     weights = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0, 5.0, 0.0], dtype=torch.float64).expand(8, -1)
     assert draw(weights, torch.arange(8) / 8.0).tolist() == [1, 4, 4, 5, 5, 5, 5, 5]
+    assert draw(torch.tensor([1, 1e-12]).double(), torch.full((), ALMOST_ONE, dtype=torch.float64)).item() == 1
 
 
 def assert_walks_agree(tree, choices, max_depth):

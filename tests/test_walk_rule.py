@@ -57,11 +57,12 @@ def prefixes_of(tree):
 
 
 BUILDS = {
-    "defaults": ({}, 1.0, 1.0),
+    "defaults": ({}, DDTreeConfig().noise_scale, 1.0),
+    "lambda=1": ({"draft_noise_scale": 1}, 1.0, 1.0),
     "lambda=0": ({"draft_noise_scale": 0}, 0.0, 1.0),
     "lambda=0.5": ({"draft_noise_scale": 0.5}, 0.5, 1.0),
     "lambda=2 kappa=0.3": ({"draft_noise_scale": 2, "draft_temperature": 0.3}, 2.0, 0.3),
-    "kappa=3": ({"draft_temperature": 3}, 1.0, 3.0),
+    "lambda=1 kappa=3": ({"draft_noise_scale": 1.0, "draft_temperature": 3}, 1.0, 3.0),
 }
 
 
@@ -117,8 +118,8 @@ def test_coupled_drafts_of_a_perfect_drafter_are_all_right(soft, seed, temperatu
         return result.rounds
 
     fewest = 1 + (NEW - 1) // BLOCK
-    assert rounds() == rounds(draft_noise_scale=1.0) == fewest
-    assert rounds(draft_noise_scale=0.0) > fewest
+    assert rounds(draft_noise_scale=1.0) == fewest <= rounds()
+    assert rounds(draft_noise_scale=0.0) > max(rounds(), fewest)
     assert rounds(draft_noise_scale=2.0) > fewest
 
 
