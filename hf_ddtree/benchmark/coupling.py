@@ -18,7 +18,7 @@ from ..noise import gumbel_noise, stream_key
 from ..processors import plain_sampling_processors
 from ..training.data import TokenSequence, compute_features
 from ..training.evaluation import draft_logits_over, rounds_over_text
-from .statistics import ratio_of_sums
+from .statistics import ratio_of_sums, rounded, with_error
 
 SCALES = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25)
 DRAFT_TEMPERATURES = (0.7, 0.85, 1.0, 1.3)
@@ -71,7 +71,7 @@ def scan_table(rows: list[dict[str, Any]]) -> str:
     lines = ["scale \\ draft temperature" + "".join(f"{temperature:>14}" for temperature in DRAFT_TEMPERATURES)]
     for scale in SCALES:
         row = [cells[scale, temperature] for temperature in DRAFT_TEMPERATURES]
-        values = "".join(f"{cell['acceptance_length']:>8.2f} ±{cell['standard_error']:.2f}" for cell in row)
+        values = "".join(f"{with_error(cell['acceptance_length'], cell['standard_error']):>14}" for cell in row)
         lines.append(f"{scale:<25}{values}")
     return "\n".join(lines)
 
@@ -81,6 +81,6 @@ def _row(setting: tuple[float, float], texts: list[list[int]]) -> dict[str, Any]
     return {
         "draft_noise_scale": setting[0],
         "draft_temperature": setting[1],
-        "acceptance_length": round(mean, 3),
-        "standard_error": round(error, 3),
+        "acceptance_length": rounded(mean),
+        "standard_error": rounded(error),
     }

@@ -14,7 +14,7 @@ from ..models import DFlashDraftModel
 from ..processors import plain_sampling_processors
 from . import race
 from .coupling import scan, scan_table
-from .statistics import quotient, ratio_of_sums
+from .statistics import quotient, ratio_of_sums, rounded, with_error
 
 UPSTREAM, PAPER, COUPLED = "transformers' DFlash chain", "DDTree, paper's rule", "DDTree, coupled"
 Method = tuple[GenerationConfig, DFlashDraftModel | None]
@@ -105,10 +105,10 @@ def summary(runs: dict[str, race.Run]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "method": name,
-                "acceptance_length": round(length, 3),
-                "standard_error": round(error, 3),
-                "against_paper": round(against, 3),
-                "against_paper_error": round(against_error, 3),
+                "acceptance_length": rounded(length),
+                "standard_error": rounded(error),
+                "against_paper": rounded(against),
+                "against_paper_error": rounded(against_error),
                 "tokens_per_second": round(speed, 1),
                 "speed_up": round(speed / plain, 2),
             }
@@ -121,8 +121,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'method':<28}{'accepted':>14}{'against paper':>16}{'tokens/s':>10}{'speed-up':>10}"]
     for row in rows:
         lines.append(
-            f"{row['method']:<28}{row['acceptance_length']:>8.2f} ±{row['standard_error']:.2f}"
-            f"{row['against_paper']:>9.2f}x ±{row['against_paper_error']:.2f}"
-            f"{row['tokens_per_second']:>11.1f}{row['speed_up']:>9.2f}x"
+            f"{row['method']:<28}{with_error(row['acceptance_length'], row['standard_error']):>14}"
+            f"{with_error(row['against_paper'], row['against_paper_error']):>16}"
+            f"{row['tokens_per_second']:>10.1f}{row['speed_up']:>9.2f}x"
         )
     return "\n".join(lines)
