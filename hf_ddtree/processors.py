@@ -100,7 +100,10 @@ class KeyedNoiseLogitsProcessor(LogitsProcessor):
 
 
 def plain_sampling_processors(
-    model: PreTrainedModel, config: GenerationConfig, attention_mask: torch.Tensor | None = None
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    attention_mask: torch.Tensor | None = None,
+    seed: int | list[int] | None = None,
 ) -> LogitsProcessorList:
     """What makes plain greedy decoding sample as a `DDTreeConfig` does: its warpers, then the keyed noise.
 
@@ -108,17 +111,18 @@ def plain_sampling_processors(
     puts them before these.
 
     Args:
-        config: a `DDTreeConfig` with its `seed` set. Fields it leaves open are filled as `generate` fills them.
+        config: a `DDTreeConfig`. Fields it leaves open are filled as `generate` fills them.
         attention_mask: see `KeyedNoiseLogitsProcessor`.
+        seed: in place of the config's; a call's `result.seed`, for example.
 
     Raises:
-        ValueError: the config has no seed.
+        ValueError: there is no seed.
     """
-    if getattr(config, "seed", None) is None:
+    if (seed := getattr(config, "seed", None) if seed is None else seed) is None:
         raise ValueError(
             "`seed` is None, so every call draws its own; set `DDTreeConfig(seed=...)` to compare with it."
         )
     filled, _ = model._prepare_generation_config(config)
     warping = GenerationConfig(do_sample=True, **{name: getattr(filled, name) for name in WARPERS})
     warpers = model._get_logits_processor(generation_config=warping, device=model.device)
-    return LogitsProcessorList([*warpers, KeyedNoiseLogitsProcessor(config.seed, attention_mask)])
+    return LogitsProcessorList([*warpers, KeyedNoiseLogitsProcessor(seed, attention_mask)])

@@ -126,6 +126,28 @@ def test_law_with_drafts_that_are_no_distribution(rule, value):
     assert p_value(counts, law_of(tables, [])) > 1e-4
 
 
+KAPPAS = {
+    "default": ({"temperature": 3.0}, 3.0),
+    "kappa=0.5": ({"temperature": 2.0, "draft_temperature": 0.5}, 0.5),
+}
+
+
+@rules
+@pytest.mark.parametrize("fields, kappa", KAPPAS.values(), ids=KAPPAS)
+def test_fault_08_drafts_are_drawn_at_the_draft_temperature(rule, fields, kappa):
+    """The first draft of each depth, over 400 seeds; by default at the target's temperature."""
+    drafts, counts = Tables().drafts[:, :2], torch.zeros(2, VOCAB, dtype=torch.float64)
+    for seed in range(400):
+        config = DDTreeConfig(do_sample=True, max_length=9, tree_budget=6, **rule, **fields)
+        emission = Emission(START, LogitsProcessorList(), StoppingCriteriaList(), config)
+        tree = make_rule(config, emission, (seed, 0)).build(START[:, -1:], drafts)
+        for depth in (1, 2):
+            counts[depth - 1, tree.tokens[tree.depths == depth][0]] += 1
+    for depth in (0, 1):
+        law = (drafts[0, depth].double() / kappa).softmax(-1)
+        assert p_value(counts[depth], law) > 1e-4 > p_value(counts[depth], (drafts[0, depth].double()).softmax(-1))
+
+
 PROMPT = torch.tensor([[6, 3, 2, 7]])
 
 
@@ -209,7 +231,7 @@ def test_fault_26_scores_and_logits_are_those_of_the_committed_tokens(soft, draf
 @torch.no_grad()
 @rules
 def test_repetition_penalty_over_a_padded_prompt(soft, drafter, rule):
-    fields = {"do_sample": True, "seed": 3, "max_new_tokens": NEW, "repetition_penalty": 1.6, "top_k": 0}
+    fields = {"do_sample": True, "seed": 4, "max_new_tokens": NEW, "repetition_penalty": 1.6, "top_k": 0}
     whole = decode(soft, drafter, IDS[:, 3:], **fields, **rule)
     padded = torch.cat([IDS[:, 3:4].expand(-1, 3), IDS[:, 3:]], dim=1)  # a token the penalty is on in any case
     assert decode(soft, drafter, padded, attention_mask=MASK, **fields, **rule)[0, 3:].tolist() == whole[0].tolist()

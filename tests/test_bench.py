@@ -47,14 +47,15 @@ def test_replay_counts_the_rounds_of_decoding(shape, monkeypatch):
     drafter = make_drafter(target)
     monkeypatch.setattr(coupling, "SCALES", (0.0, 1.0))
     monkeypatch.setattr(coupling, "DRAFT_TEMPERATURES", (0.5, 1.0))
-    fields = {"do_sample": True, "temperature": 1.5, "top_k": 0, "seed": 4, "max_new_tokens": 30, "tree_shape": shape}
-    rows = coupling.scan(target, drafter, PROMPTS, DDTreeConfig(tree_budget=12, **fields))
+    fields = {"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 30, "tree_shape": shape}
+    rows = coupling.scan(target, drafter, PROMPTS, DDTreeConfig(tree_budget=12, seed=4, **fields))
+    common = {"tree_budget": 12, "return_dict_in_generate": True}
     assert len(rows) == 4
     for row in rows:
         draft = {name: row[name] for name in ("draft_noise_scale", "draft_temperature")}
         results = [
-            decode(target, drafter, ids[None], tree_budget=12, return_dict_in_generate=True, **draft, **fields)
-            for ids in PROMPTS
+            decode(target, drafter, ids[None], **common, seed=4 + index, **draft, **fields)
+            for index, ids in enumerate(PROMPTS)
         ]
         committed = sum(sum(result.acceptance_lengths[1:]) for result in results)
         assert row["acceptance_length"] == round(committed / sum(result.rounds - 1 for result in results), 3)

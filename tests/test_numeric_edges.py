@@ -214,6 +214,21 @@ def test_a_16_bit_target_samples_by_the_returned_scores(dtype, way, monkeypatch)
         assert all(torch.equal(row, row.to(dtype).float()) for row in result.logits)
 
 
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_ties_go_to_the_first_token(dtype, way, monkeypatch):
+    """Every token has a twin with the same logit, beside the ties that 16 bits make."""
+    monkeypatch.setattr(WalkRule, "accept", getattr(WalkRule, way))
+    target = make_target("qwen3", seed=10).to(dtype)
+    target.lm_head.weight.data[32:] = target.lm_head.weight.data[:32]
+    reference = greedy(target, PROMPT, NEW)[0]
+    for kind in KINDS:
+        result = decode(target, drafter_of(target, kind, reference), PROMPT, max_new_tokens=NEW, **OUTPUTS)
+        best = [row[0].eq(row.max()).nonzero()[:, 0].tolist() for row in result.scores]
+        assert all(len(tied) >= 2 for tied in best)
+        assert result.sequences[0, START:].tolist() == [tied[0] for tied in best]
+
+
 # Steps of the greatest logit's precision, three times the worst measured over 18 texts (3.2, 5.6 and 12.4).
 STEPS = {"float16": (torch.float16, 10), "bfloat16": (torch.bfloat16, 17), "float32": (torch.float32, 37)}
 

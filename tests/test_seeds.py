@@ -175,6 +175,13 @@ def test_a_prompt_of_embeddings_has_no_positions_of_its_own(soft, drafter, paddi
     assert tokens.tolist() == expected.tolist() and tokens.shape == (1, NEW)
 
 
+@pytest.mark.parametrize("kept", [1, 7, NEW - 1])
+def test_a_text_continues_as_if_it_had_not_been_stopped(soft, drafter, kept):
+    whole = sampled(soft, PROMPT, NEW, seed=4)
+    tokens = decode(soft, drafter, whole[:, : START + kept], do_sample=True, max_new_tokens=NEW - kept, seed=4)
+    assert tokens.tolist() == whole.tolist()
+
+
 # Plain decoding of a batch with the keyed noise
 
 OTHER = torch.tensor([[3, 4, 5, 9, 9, 2, 61]])

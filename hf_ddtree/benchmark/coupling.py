@@ -5,7 +5,6 @@ replaying the rounds over it: no target forward per setting.
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,37 +31,38 @@ def scan(
 
     Args:
         prompts: [length] each.
-        config: seed, temperature, budget, tree shape, and length of the texts.
+        config: temperature, budget, tree shape, and length of the texts; the prompts' seeds count up from its seed,
+            since texts that share their noise would not be independent.
     """
     settings = list(itertools.product(SCALES, DRAFT_TEMPERATURES))
     rounds: dict[tuple[float, float], list[list[int]]] = {setting: [] for setting in settings}
-    features = compute_features(target, list(sample_texts(target, prompts, config)), drafter.config.target_layer_ids)
-    for item in tqdm(features, desc="replaying", leave=False, disable=None):
+    for index, prompt in enumerate(tqdm(prompts, desc="replaying", leave=False, disable=None)):
+        seed = config.seed + index
+        text = sample_text(target, prompt, config, seed)
+        if text.answer_length < 2:
+            continue
+        (item,) = compute_features(target, [text], drafter.config.target_layer_ids)
         logits = draft_logits_over(drafter, target, item).float()  # [anchors, depth, vocab]
         anchors, depth, vocab = logits.shape
-        start = item.sequence.prompt_length
-        key = stream_key(config.seed, 0)
+        start = text.prompt_length
         positions = torch.arange(start + 1, start + anchors + depth)
-        rows = torch.stack([gumbel_noise(key, position, torch.arange(vocab)).float() for position in positions])
+        key, tokens = stream_key(seed, 0), torch.arange(vocab)
+        rows = torch.stack([gumbel_noise(key, position, tokens).float() for position in positions])
         noise = config.sampling_temperature * rows.unfold(0, depth, 1).transpose(1, 2)  # as logits
         for scale, temperature in settings:
-            text = item.sequence.tokens[start:].tolist()
             drafts = (logits + scale * noise) / temperature
-            lengths = rounds_over_text(text, drafts, config.candidates_per_depth, config.tree_budget)
+            answer = text.tokens[start:].tolist()
+            lengths = rounds_over_text(answer, drafts, config.candidates_per_depth, config.tree_budget)
             rounds[scale, temperature].append(lengths)
     return [_row(setting, texts) for setting, texts in rounds.items()]
 
 
-def sample_texts(target: PreTrainedModel, prompts: list[torch.Tensor], config: DDTreeConfig) -> Iterator[TokenSequence]:
-    """Plain decoding's texts under the config's keyed noise, prompt by prompt, those of two tokens and more."""
-    processors = plain_sampling_processors(target, config)
-    for prompt in tqdm(prompts, desc="sampling", leave=False, disable=None):
-        ids = prompt[None].to(target.device)
-        output = target.generate(
-            ids, do_sample=False, max_new_tokens=config.max_new_tokens, logits_processor=processors
-        )
-        if output.shape[1] > len(prompt) + 1:
-            yield TokenSequence(output[0].cpu(), len(prompt), config.sampling_temperature)
+def sample_text(target: PreTrainedModel, prompt: torch.Tensor, config: DDTreeConfig, seed: int) -> TokenSequence:
+    """The text that `config` samples with `seed` after `prompt` [length], by plain decoding."""
+    processors = plain_sampling_processors(target, config, seed=seed)
+    ids = prompt[None].to(target.device)
+    output = target.generate(ids, do_sample=False, max_new_tokens=config.max_new_tokens, logits_processor=processors)
+    return TokenSequence(output[0].cpu(), len(prompt), config.sampling_temperature)
 
 
 def scan_table(rows: list[dict[str, Any]]) -> str:
