@@ -202,7 +202,8 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def _check_seed(seed: Any) -> None:
     entries = seed if isinstance(seed, list | tuple) else [seed]
-    if seed is not None and not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
+    integers = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries)
+    if seed is not None and not (entries and integers):
         raise ValueError(f"`seed` is {seed!r}; it must be an integer, a list of integers (one per sequence), or None.")
 
 

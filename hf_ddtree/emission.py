@@ -56,8 +56,17 @@ class Emission:
         """Appends a token and says whether generation ends with it.
 
         Args:
+            token: -1 where there was nothing to choose from.
             logits, scores: [1, vocab] what it was chosen from, before and after the processors.
+
+        Raises:
+            ValueError: there is no token.
         """
+        if token < 0:
+            raise ValueError(
+                "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the "
+                "constraints, or look for NaN in the model's logits."
+            )
         if self.raw_logits is not None:
             self.raw_logits.append(logits)
         if self.scores is not None:

@@ -34,8 +34,15 @@ WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsi
 
 
 def outside(processors: Iterable[LogitsProcessor], *known: set[type]) -> list[str]:
-    """Names of the processors whose classes are in none of the `known` sets."""
-    return [type(processor).__name__ for processor in processors if type(processor) not in set().union(*known)]
+    """Names of the processors that are of none of the `known` kinds."""
+    return [type(processor).__name__ for processor in processors if _kind(processor) not in known]
+
+
+def _kind(processor: LogitsProcessor) -> set[type] | None:
+    kind = next((kind for kind in (CONTEXT_FREE, BY_ROW, BY_SEQUENCE) if type(processor) in kind), None)
+    if kind is BY_ROW and isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        return BY_SEQUENCE  # the penalty on a padded prompt knows each sequence's padding
+    return kind
 
 
 def process_tree(processors: LogitsProcessorList, ids: torch.Tensor, tree: Tree, scores: torch.Tensor) -> torch.Tensor:
@@ -51,13 +58,13 @@ def process_tree(processors: LogitsProcessorList, ids: torch.Tensor, tree: Tree,
     """
     depths = None
     for processor in processors:
-        if type(processor) in CONTEXT_FREE:
+        if _kind(processor) is CONTEXT_FREE:
             scores = processor(ids, scores)
             continue
         if depths is None:  # the one copy to the host, which only these processors cost
             depths, tokens = tree.depths[0].tolist(), tree.path_tokens()[0]
         nodes = range(len(depths))
-        if type(processor) in BY_ROW:
+        if _kind(processor) is BY_ROW:
             groups = [[node for node in nodes if depths[node] == depth] for depth in range(max(depths) + 1)]
         else:
             groups = [[node] for node in nodes]

@@ -85,7 +85,7 @@ class WalkRule:
             kept = raw if emission.raw_logits is None else raw.clone()
             scores = emission.processors(emission.ids, raw)
             rows = None if self.noise is None else self.noise(emission.position, 1, like=scores)[0]
-            token = _checked(int(_choices(scores, rows)))
+            token = int(_choices(scores, rows))
             return token, emission.emit(token, kept, scores)
 
         return walk(tree, choose)
@@ -100,7 +100,7 @@ class WalkRule:
         path, tokens = walk_at_once(tree, _choices(scores, rows)[None], self.depth)
         nodes, chosen = torch.cat([path, tokens]).tolist()
         length = sum(node >= 0 for node in nodes)
-        return self.emission.emit_path(nodes[:length], [_checked(token) for token in chosen[:length]], raw, scores)
+        return self.emission.emit_path(nodes[:length], chosen[:length], raw, scores)
 
 
 class RejectionRule:
@@ -158,8 +158,7 @@ class RejectionRule:
         tokens = tree.tokens.gather(1, path.clamp(min=0))
         nodes, emitted = torch.stack([path[0], torch.cat([tokens[0, 1:], bonus])]).tolist()
         length = sum(node >= 0 for node in nodes)
-        emitted = [*emitted[: length - 1], _checked(int(emitted[-1]))]
-        return self.emission.emit_path(nodes[:length], emitted, raw, scores)
+        return self.emission.emit_path(nodes[:length], [*emitted[: length - 1], emitted[-1]], raw, scores)
 
     def _ranks(self) -> int:
         return min(self.config.candidates_per_depth, len(RANK_CHANCES))
@@ -197,12 +196,3 @@ def _choices(scores: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         return scores.argmax(-1)
     best, tokens = (scores.double() + noise).max(-1)
     return torch.where(best > -torch.inf, tokens, -1)
-
-
-def _checked(token: int) -> int:
-    if token < 0:
-        raise ValueError(
-            "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the constraints, "
-            "or look for NaN in the model's logits."
-        )
-    return token

@@ -8,6 +8,8 @@ from keyed import Recorder, drafter_of, exact_law, p_value, sampled
 from stubs import decode, greedy, make_stub, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 
+from hf_ddtree import rules
+
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
 START = PROMPT.shape[1]
 KINDS = ("oracle-1", "oracle-2", "rand", "real")
@@ -267,6 +269,15 @@ def test_fault_26_raw_logits_survive_a_processor_that_works_in_place(soft):
     raw = torch.cat(ours.logits)
     torch.testing.assert_close(raw, soft(expected).logits[0, START - 1 : -1], atol=1e-4, rtol=1e-4)
     assert bool((torch.cat(ours.scores)[:, ::3] == -50.0).all())
+
+
+@pytest.mark.parametrize("acceptance", ["walk", "recursive"])
+def test_fault_26_raw_logits_survive_processing_of_a_whole_tree_in_place(soft, reference, acceptance, monkeypatch):
+    monkeypatch.setattr(rules.WalkRule, "accept", rules.WalkRule.accept_at_once)
+    monkeypatch.setattr(rules, "process_tree", lambda processors, ids, tree, scores: scores.neg_())
+    drafter, sampling = make_stub(soft, "oracle-2", reference), {"do_sample": True, "seed": 3, "acceptance": acceptance}
+    result = decode(soft, drafter, PROMPT, max_new_tokens=14, **sampling, **OUTPUTS)
+    assert torch.equal(torch.cat(result.scores), -torch.cat(result.logits))
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
