@@ -136,8 +136,8 @@ class RejectionRule:
             return root_tree(root_tokens)
         deepest = int(shape.depths.max())
         q = (draft_logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
-        broken = q.isnan().any(-1, keepdim=True)  # a drafter's NaN or infinity: drafts drawn evenly are as good
-        self.q = torch.where(broken, 1 / q.shape[-1], q)
+        broken = q.isnan().any(-1)  # a drafter's NaN or infinity: drafts drawn evenly are as good
+        self.q = _even_where(broken, q)
         drafts = draw_without_replacement(self.q, self._uniforms()[0])[0]  # [depth, ranks]
         tokens = drafts[shape.depths[:, 1:] - 1, shape.tokens[:, 1:]]
         return Tree(torch.cat([root_tokens, tokens], dim=1), shape.parents, shape.depths, shape.scores)
@@ -147,6 +147,8 @@ class RejectionRule:
         raw = logits[0].to(self.emission.ids.device, torch.float32)
         scores = process_tree(self.emission.processors, self.emission.ids, tree, raw.clone())
         p = scores.double().softmax(-1)[None]
+        empty = p.isnan().any(-1)  # nothing to choose from, which is no matter after a token that ends generation
+        p = _even_where(empty, p)
         if not len(self.q):
             self.q = p[:, :0]
         _, coins, last = self._uniforms()
@@ -154,7 +156,7 @@ class RejectionRule:
             path, weights = block_verification(p, self.q, tree.tokens, coins[..., 0])
         else:
             path, weights = recursive_rejection(p, self.q, tree.tokens, self.children, coins)
-        bonus = torch.where(weights.sum(-1) > 0, draw(weights, last), -1)
+        bonus = torch.where(empty[:, path.max()], -1, draw(weights, last))
         tokens = tree.tokens.gather(1, path.clamp(min=0))
         nodes, emitted = torch.stack([path[0], torch.cat([tokens[0, 1:], bonus])]).tolist()
         length = sum(node >= 0 for node in nodes)
@@ -188,6 +190,10 @@ def shape_by_rank(depth: int, budget: int, ranks: int, device: torch.device) -> 
     children = torch.full((tree.num_nodes, ranks), -1, device=device)
     children[tree.parents[0, 1:], tree.tokens[0, 1:]] = torch.arange(1, tree.num_nodes, device=device)
     return tree, children
+
+
+def _even_where(rows: torch.Tensor, distributions: torch.Tensor) -> torch.Tensor:
+    return torch.where(rows[..., None], 1 / distributions.shape[-1], distributions)
 
 
 def _choices(scores: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
