@@ -45,7 +45,7 @@ def test_chain_of_the_library_gives_the_same_text(models):
     assert chain.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("source", ["README.md", "examples/quickstart.py"])
+@pytest.mark.parametrize("source", ["README.md", "docs/sampling.md", "examples/quickstart.py"])
 def test_code_runs_as_printed(source, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     text = (ROOT / source).read_text()
