@@ -124,15 +124,15 @@ class RejectionRule:
             )
         self.config, self.emission = config, emission
         self.key = stream_key(*stream, 1)  # apart from the walk's
-        self.children = torch.empty(0)
-        self.q = torch.empty(0)
+        self.children = torch.empty(0)  # [nodes, ranks] of the round's tree
+        self.q = torch.empty(0)  # [1, depth, vocab] what its drafts were drawn from
 
     def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
         """A tree whose shape is settled before its tokens are drawn, each depth's without replacement."""
         depth = 0 if draft_logits is None else draft_logits.shape[1]
         shape, self.children = shape_by_rank(depth, self.config.tree_budget, self._ranks(), root_tokens.device)
         if draft_logits is None:
-            self.q = torch.empty(0)
+            self.q = torch.empty(1, 0, 1, device=root_tokens.device)
             return root_tree(root_tokens)
         deepest = int(shape.depths.max())
         q = (draft_logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
@@ -149,8 +149,6 @@ class RejectionRule:
         p = scores.double().softmax(-1)[None]
         empty = p.isnan().any(-1)  # nothing to choose from, which is no matter after a token that ends generation
         p = _even_where(empty, p)
-        if not len(self.q):
-            self.q = p[:, :0]
         _, coins, last = self._uniforms()
         if self.config.acceptance == "block":
             path, weights = block_verification(p, self.q, tree.tokens, coins[..., 0])
