@@ -146,6 +146,8 @@ def _show(
     options: argparse.Namespace,
 ) -> int:
     """Streams the first prompt's answer, races the methods on all prompts, checks in float32; the exit status."""
+    if options.seed is not None and not options.temperature:
+        raise ValueError(f"`--seed {options.seed}` goes with sampling only; set `--temperature`, or leave it out.")
     inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
     streamer = ColourStreamer(tokenizer, colour=sys.stdout.isatty())
     print(f"> {prompts[0]}" + (f"   ({LEGEND})" if streamer.colour else ""))
@@ -220,10 +222,10 @@ def _check_float32(
     options: argparse.Namespace,
 ) -> int:
     """Repeats DDTree and plain decoding in float32, where the texts must be the same; returns the exit status."""
-    target, drafter = target.float(), drafter.float()
     methods = race.contenders(drafter, [options.budget], options.max_new_tokens)
     methods = {name: methods[name] for name in (race.PLAIN, f"DDTree, budget {options.budget}")}
-    row = race.summary(race.race(target, inputs, methods, repeats=1))[-1]
+    with race.in_float32(target, drafter):
+        row = race.summary(race.race(target, inputs, methods, repeats=1))[-1]
     same = row["identical"] == row["prompts"]
     verdict = "identical text" if same else "DIFFERENT TEXT, which is a bug"
     print(f"float32 check: {row['identical']} of {row['prompts']} prompts, {verdict}")

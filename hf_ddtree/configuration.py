@@ -6,6 +6,8 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import ExplicitEnum
 
+from .noise import check_seed
+
 # The fields that `DDTreeConfig` adds, with their defaults.
 OWN_FIELDS: dict[str, Any] = {
     "tree_budget": 32,
@@ -43,7 +45,7 @@ class DDTreeConfig(GenerationConfig):
             greatest depth of a tree; None = the block size the drafter was trained with.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the
             same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
-            docs/performance.md; a greedy target has no noise), 0 for the other rules.
+            docs/sampling.md; a greedy target has no noise), 0 for the other rules.
         draft_temperature: the drafts' log-probabilities are those of logits / `draft_temperature`; 1 is the paper's.
             None = 1 for the walk, and the target's temperature for the other rules, which draw the drafts.
         acceptance: which drafts are committed. "walk": where the target's own choice, made with noise keyed by seed and
@@ -117,13 +119,17 @@ class DDTreeConfig(GenerationConfig):
         _check_int("draft_block_size", self.draft_block_size, minimum=1, optional=True)
         _check_choice("tree_shape", self.tree_shape, TREE_SHAPES)
         _check_choice("acceptance", self.acceptance, tuple(ACCEPTANCE_RULES))
-        _check_seed(self.seed)
+        _check_int("top_k", self.top_k, minimum=0, optional=True)
+        if self.seed is not None:
+            check_seed(self.seed)
         if not isinstance(self.synchronize_stages, bool):
             raise ValueError(f"`synchronize_stages` is {self.synchronize_stages!r}; it must be True or False.")
         for name, (low, high, remedy) in RANGES.items():
             value = getattr(self, name, None)
             if value is not None and not _is_between(value, low, high):
                 raise ValueError(f"`{name}` is {value!r}; {remedy}")
+        if isinstance(temperature := getattr(self, "temperature", None), int):
+            self.temperature = float(temperature)  # the library's warper takes no integer but 1
         for name, (accepted, remedy) in UNSUPPORTED.items():
             value = getattr(self, name, None)
             if value not in accepted:
@@ -175,12 +181,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # field -> (least, greatest, remedy); the library takes some of these silently
 RANGES: dict[str, tuple[float, float, str]] = {
-    "temperature": (
-        5e-324,
-        1e308,
-        "it must be a number above 0; for greedy decoding set `do_sample=False` instead.",
-    ),
-    "top_k": (0, 2**63, "it must be 0 (off) or more."),
+    # Scores over less than 1e-30 overflow float32.
+    "temperature": (1e-30, 1e308, "it must be a number above 0; for greedy decoding set `do_sample=False` instead."),
+    "top_h": (5e-324, 1, "it must lie above 0 and be at most 1; leave it unset to turn it off."),
     "top_p": (0, 1, "it must lie between 0 and 1; 1 turns it off."),
     "min_p": (0, 1, "it must lie between 0 and 1; leave it unset to turn it off."),
     "typical_p": (5e-324, 1, "it must lie above 0 and be at most 1, which turns it off."),
@@ -198,13 +201,6 @@ def _is_between(value: Any, low: float, high: float) -> bool:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
-
-
-def _check_seed(seed: Any) -> None:
-    entries = seed if isinstance(seed, list | tuple) else [seed]
-    integers = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries)
-    if seed is not None and not (entries and integers):
-        raise ValueError(f"`seed` is {seed!r}; it must be an integer, a list of integers (one per sequence), or None.")
 
 
 def _check_int(name: str, value: Any, minimum: int, optional: bool) -> None:

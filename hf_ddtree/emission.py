@@ -87,6 +87,6 @@ class Emission:
         """
         for count, (node, token) in enumerate(zip(path, tokens, strict=True), start=1):
             row = slice(node, node + 1)
-            if self.emit(token, logits[row], scores[row]):
+            if self.emit(token, logits[row].clone(), scores[row].clone()):  # not views, which would hold whole rounds
                 return Accepted(path[:count], tokens[:count], finished=True)
         return Accepted(path, tokens, finished=False)

@@ -7,6 +7,7 @@ IEEE 754 rounds alike everywhere. So the numbers have the same bits on every dev
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -78,6 +79,13 @@ def row_streams(seed: int | Sequence[int], rows: int) -> list[tuple[int, int]]:
     if len(seed) != rows:
         raise ValueError(f"`seed` has {len(seed)} entries for {rows} sequences; give one seed, or one per sequence.")
     return [(each, 0) for each in seed]
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ValueError unless it is an integer or a list of at least one."""
+    entries = seed if isinstance(seed, list | tuple) else [seed]
+    if not entries or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
+        raise ValueError(f"`seed` is {seed!r}; it must be an integer, or a list of integers, one per sequence.")
 
 
 def _signed(value: int) -> int:

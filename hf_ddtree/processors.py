@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
 
-from .noise import gumbel_noise, row_streams, stream_key
+from .noise import check_seed, gumbel_noise, row_streams, stream_key
 from .tree import Tree
 
 
@@ -27,10 +27,12 @@ BY_ROW = _classes(  # a row's result depends on that row's ids and scores alone
     *("SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor"),
 )
 BY_SEQUENCE = _classes(  # know the rows of the batch by their index
-    *("PrefixConstrainedLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"),
-    "EncoderNoRepeatNGramLogitsProcessor",
+    *("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"),
 )
-WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEFORE_NOISE = (
+    *("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    "watermarking_config",
+)
 
 
 def outside(processors: Iterable[LogitsProcessor], *known: set[type]) -> list[str]:
@@ -86,10 +88,14 @@ class KeyedNoiseLogitsProcessor(LogitsProcessor):
 
     Args:
         seed: as `DDTreeConfig.seed`.
-        attention_mask: [batch, length] of the prompt, where it has padding: positions count real tokens only.
+        attention_mask: [batch, length] of the prompt's ids, where they have padding: positions count real tokens only.
+
+    Raises:
+        ValueError: the seed is none, or there are not as many seeds or masks as sequences.
     """
 
     def __init__(self, seed: int | list[int], attention_mask: torch.Tensor | None = None):
+        check_seed(seed)
         self.seed = seed
         self.padding = None if attention_mask is None else (attention_mask == 0).sum(-1).tolist()
 
@@ -99,6 +105,8 @@ class KeyedNoiseLogitsProcessor(LogitsProcessor):
         tokens = torch.arange(scores.shape[-1], device=scores.device)
         streams = row_streams(self.seed, batch)
         padding = self.padding or [0] * batch
+        if len(padding) != batch:
+            raise ValueError(f"`attention_mask` has {len(padding)} rows for {batch} sequences; give one row each.")
         noise = [
             gumbel_noise(stream_key(*stream), tokens.new_tensor(length - pads), tokens)
             for stream, pads in zip(streams, padding, strict=True)
@@ -112,10 +120,10 @@ def plain_sampling_processors(
     attention_mask: torch.Tensor | None = None,
     seed: int | list[int] | None = None,
 ) -> LogitsProcessorList:
-    """What makes plain greedy decoding sample as a `DDTreeConfig` does: its warpers, then the keyed noise.
+    """What makes plain greedy decoding sample as a `DDTreeConfig` does: its warpers, its watermark, the keyed noise.
 
     Pass it as `logits_processor=` with `do_sample=False`; penalties and constraints go to `generate` as usual, which
-    puts them before these.
+    puts them before these. A watermark must not be given to that call again.
 
     Args:
         config: a `DDTreeConfig`. Fields it leaves open are filled as `generate` fills them.
@@ -130,6 +138,6 @@ def plain_sampling_processors(
             "`seed` is None, so every call draws its own; set `DDTreeConfig(seed=...)` to compare with it."
         )
     filled, _ = model._prepare_generation_config(config)
-    warping = GenerationConfig(do_sample=True, **{name: getattr(filled, name) for name in WARPERS})
+    warping = GenerationConfig(do_sample=True, **{name: getattr(filled, name) for name in BEFORE_NOISE})
     warpers = model._get_logits_processor(generation_config=warping, device=model.device)
     return LogitsProcessorList([*warpers, KeyedNoiseLogitsProcessor(seed, attention_mask)])

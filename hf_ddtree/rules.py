@@ -154,11 +154,13 @@ class RejectionRule:
             path, weights = block_verification(p, self.q, tree.tokens, coins[..., 0])
         else:
             path, weights = recursive_rejection(p, self.q, tree.tokens, self.children, coins)
-        bonus = torch.where(empty[:, path.max()], -1, draw(weights, last))
-        tokens = tree.tokens.gather(1, path.clamp(min=0))
-        nodes, emitted = torch.stack([path[0], torch.cat([tokens[0, 1:], bonus])]).tolist()
+        depth = torch.arange(path.shape[1], device=path.device)
+        steps = tree.tokens.gather(1, path.roll(-1, 1).clamp(min=0))  # each node's child on the path
+        chosen = torch.where(depth == path.argmax(1, keepdim=True), draw(weights, last)[:, None], steps)
+        chosen = torch.where(empty.gather(1, path.clamp(min=0)), -1, chosen)
+        nodes, tokens = torch.cat([path, chosen]).tolist()
         length = sum(node >= 0 for node in nodes)
-        return self.emission.emit_path(nodes[:length], [*emitted[: length - 1], emitted[-1]], raw, scores)
+        return self.emission.emit_path(nodes[:length], tokens[:length], raw, scores)
 
     def _ranks(self) -> int:
         return min(self.config.candidates_per_depth, len(RANK_CHANCES))

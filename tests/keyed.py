@@ -9,7 +9,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, plain_sampling_processors
 
-WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEFORE_NOISE = (
+    *("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    "watermarking_config",
+)
 
 
 def sampled(
@@ -24,10 +27,10 @@ def sampled(
 
     Args:
         around: processors to put before the warpers, where `generate` puts the user's, and those to put between the
-            warpers and the noise, where `generate` puts a watermark under sampling.
-        fields: warpers go into the processors, everything else to `generate`.
+            warpers and the noise.
+        fields: warpers and a watermark go into the processors, everything else to `generate`.
     """
-    warping = {name: fields.pop(name) for name in WARPERS if name in fields}
+    warping = {name: fields.pop(name) for name in BEFORE_NOISE if name in fields}
     config = DDTreeConfig(do_sample=True, seed=seed, **warping)
     mask = None if ids is None else fields.get("attention_mask")  # a prompt of embeddings has no positions to count
     *warpers, noise = plain_sampling_processors(target, config, mask)

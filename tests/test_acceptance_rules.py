@@ -72,18 +72,13 @@ def warpers(temperature=1.0, top_k=VOCAB):
     return [library.TemperatureLogitsWarper(temperature), library.TopKLogitsWarper(top_k)]
 
 
-def grammar(batch, ids):
-    """Batch row 0 only, and never the token before last again."""
-    return [token for token in range(VOCAB) if token != int(ids[-2])] if batch == 0 else []
-
-
 LAWS = {
     "T=1": ([], {}),
     "T=1.3 top_k=3": (warpers(1.3, 3), {"temperature": 1.3}),
     "kappa=0.5": ([], {"draft_temperature": 0.5}),
     "repetition": ([library.RepetitionPenaltyLogitsProcessor(2.0), *warpers(0.8)], {"temperature": 0.8}),
-    "2-grams, grammar": (
-        [library.NoRepeatNGramLogitsProcessor(2), library.PrefixConstrainedLogitsProcessor(grammar, num_beams=1)],
+    "2-grams, bias": (
+        [library.SequenceBiasLogitsProcessor([[[3, 1], 2.0], [[0], -1.0]]), library.NoRepeatNGramLogitsProcessor(2)],
         {},
     ),
 }
@@ -108,6 +103,18 @@ def test_fault_06_07_08_law(rule, processors, fields):
     assert p_value(counts, law_of(tables, processors)) > 1e-4
     assert p_value(counts, law_of(tables, [*processors, *warpers(1.5)])) < 1e-4  # the test sees such an error
     assert 0.1 < figures["accepted"] / figures["drafted"] < 0.9
+
+
+def test_block_verification_is_another_rule_than_the_token_wise_one():
+    """Of one law, but with other texts: it goes past tokens that fail, so that it accepts more of the same drafts."""
+    texts, accepted = {}, {}
+    for name in ("token", "block"):
+        figures = {"drafted": 0, "accepted": 0}
+        seeds = range(DRAWS // 2)
+        texts[name] = [text_of(Tables(), seed, LogitsProcessorList(), figures, **RULES[name]) for seed in seeds]
+        accepted[name] = figures["accepted"] / figures["drafted"]
+    assert 0.7 < sum(a == b for a, b in zip(*texts.values(), strict=True)) / len(seeds) < 1
+    assert accepted["block"] > accepted["token"]
 
 
 WORTHLESS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
@@ -191,10 +198,6 @@ def drafter(soft):
     return make_drafter(soft)
 
 
-def even_after_odd(batch, ids):
-    return list(range(1 - int(ids[-1]) % 2, 64, 2))
-
-
 SETTINGS = {
     "plain": ({"top_k": 0}, []),
     "warpers": ({"temperature": 0.7, "top_k": 20}, warpers(0.7, 20)),
@@ -203,9 +206,9 @@ SETTINGS = {
         [library.RepetitionPenaltyLogitsProcessor(1.6), library.TemperatureLogitsWarper(0.5)],
     ),
     "1-grams": ({"no_repeat_ngram_size": 1, "top_k": 0}, [library.NoRepeatNGramLogitsProcessor(1)]),
-    "grammar": (
-        {"prefix_allowed_tokens_fn": even_after_odd, "top_k": 0},
-        [library.PrefixConstrainedLogitsProcessor(even_after_odd, num_beams=1)],
+    "encoder repetition": (
+        {"encoder_repetition_penalty": 3.0, "top_k": 0},
+        [library.EncoderRepetitionPenaltyLogitsProcessor(3.0, IDS)],
     ),
 }
 
@@ -275,6 +278,22 @@ def test_nothing_is_asked_of_what_comes_after_the_end(soft, rule):
         assert again[0].tolist() == text and text[-1] == 9
 
 
+@rules
+def test_a_token_that_nothing_may_follow_ends_in_an_error(soft, drafter, rule):
+    """Wherever it comes, and even if drafts behind it would be welcome."""
+    words = [[token, other] for token in range(0, 64, 8) for other in range(64)]
+    texts, errors = [], 0
+    for seed in range(12):
+        try:
+            fields = {"do_sample": True, "seed": seed, "max_new_tokens": 12, "temperature": 2.0, **rule}
+            texts.append(decode(soft, drafter, IDS, bad_words_ids=words, **fields)[0, IDS.shape[1] : -1])
+        except ValueError as error:
+            assert "left no token to sample" in str(error)
+            errors += 1
+    assert errors and texts
+    assert all(bool((text % 8 > 0).all()) for text in texts)
+
+
 # Refusals
 
 
@@ -288,6 +307,7 @@ CHAIN, TREE = ("token", "block"), ("recursive",)
 REFUSED = {
     "greedy": ({"do_sample": False}, (*CHAIN, *TREE), ("do_sample", "False", "walk")),
     "custom": ({"logits_processor": LogitsProcessorList([Custom()])}, (*CHAIN, *TREE), ("Custom", "walk")),
+    "grammar": ({"prefix_allowed_tokens_fn": lambda batch, ids: [1]}, (*CHAIN, *TREE), ("PrefixConstrained", "walk")),
     "guidance": ({"guidance_scale": 2.0}, (*CHAIN, *TREE), ("UnbatchedClassifierFreeGuidance", "walk")),
     "SynthID": ({"watermarking_config": SYNTHID}, (*CHAIN, *TREE), ("SynthIDTextWatermark", "walk")),
     "coupling": ({"draft_noise_scale": 0.5}, (*CHAIN, *TREE), ("`draft_noise_scale=0.5`", "leave it unset")),

@@ -219,6 +219,7 @@ def test_watermarks(soft, plain, config, kind):
     after = [config.construct_processor(64, soft.device)]
     expected = sampled(soft, PROMPT, NEW, around=((), after), **settings)
     assert expected[0].tolist() != plain(**settings)
+    assert expected[0].tolist() == plain(watermarking_config=config, **settings)
     drafter = drafter_of(soft, kind, expected[0])
     tokens = decode(soft, drafter, PROMPT, **SAMPLING, watermarking_config=config, **settings)
     assert tokens.tolist() == expected.tolist()
@@ -300,6 +301,9 @@ def test_warpers_left_to_the_models_own_config(soft):
     assert tokens.tolist() == expected.tolist()
 
 
-def test_plain_processors_need_a_seed(soft):
+def test_the_seed_of_the_plain_processors(soft):
+    config = DDTreeConfig(do_sample=True)
     with pytest.raises(ValueError, match="`seed` is None"):
-        plain_sampling_processors(soft, DDTreeConfig(do_sample=True))
+        plain_sampling_processors(soft, config)
+    assert plain_sampling_processors(soft, config, seed=[5])[-1].seed == [5]
+    assert plain_sampling_processors(soft, DDTreeConfig(do_sample=True, seed=4), seed=0)[-1].seed == 0

@@ -27,6 +27,7 @@ PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
     "remove inf and nan": lambda: library.InfNanRemoveLogitsProcessor(),
     "normalise": lambda: library.LogitNormalization(),
     "repetition": lambda: library.RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition, padded": lambda: library.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([3])),
     "repetition, new only": lambda: library.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=9),
     "no repeated 1-gram": lambda: library.NoRepeatNGramLogitsProcessor(1),
     "no repeated 2-gram": lambda: library.NoRepeatNGramLogitsProcessor(2),
@@ -41,9 +42,6 @@ PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
     "watermark lefthash": lambda: library.WatermarkLogitsProcessor(VOCAB, "cpu"),
     "watermark selfhash": lambda: library.WatermarkLogitsProcessor(
         *(VOCAB, "cpu"), seeding_scheme="selfhash", context_width=3
-    ),
-    "prefix": lambda: library.PrefixConstrainedLogitsProcessor(
-        lambda batch, ids: [batch, int(ids.sum()) % VOCAB, len(ids) % VOCAB], num_beams=1
     ),
     "encoder repetition": lambda: library.EncoderRepetitionPenaltyLogitsProcessor(1.7, IDS[:, :3]),
     "encoder no repeated 2-gram": lambda: library.EncoderNoRepeatNGramLogitsProcessor(2, IDS),
@@ -119,7 +117,10 @@ def test_equals_one_call_per_node(name):
     assert minded == (type(PROCESSORS[name]()) not in CONTEXT_FREE and name not in blind)
 
 
-MIXED = ("repetition", "temperature", "no repeated 2-gram", "prefix", "top_k", "watermark lefthash", "normalise")
+MIXED = (
+    *("repetition", "temperature", "encoder no repeated 2-gram", "no repeated 2-gram", "top_k", "watermark lefthash"),
+    "normalise",
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,19 +137,6 @@ def test_a_list_keeps_its_order(seed):
     assert not same(process_tree(reversed_list, IDS, tree, scores.clone()), expected)
 
 
-def test_a_prefix_function_gets_row_0_and_the_nodes_path():
-    calls = []
-
-    def allowed(batch, ids):
-        calls.append((batch, ids.tolist()))
-        return [1, 2]
-
-    tree = random_tree(3, 24, 5)
-    processors = LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(allowed, num_beams=1)])
-    process_tree(processors, IDS, tree, random_scores(3, 24))
-    assert calls == [(0, path_ids(IDS, tree, node)[0].tolist()) for node in range(24)]
-
-
 class Subclass(library.TopKLogitsWarper):
     """May do anything, so it counts as unknown."""
 
@@ -160,4 +148,8 @@ def test_other_classes_are_named():
     known = [library.TopKLogitsWarper(3), library.RepetitionPenaltyLogitsProcessor(1.2)]
     assert outside([*known, Subclass(3), Custom()], CONTEXT_FREE, BY_ROW) == ["Subclass", "Custom"]
     assert outside(known, CONTEXT_FREE) == ["RepetitionPenaltyLogitsProcessor"]
-    assert outside([library.ClassifierFreeGuidanceLogitsProcessor(2.0)], CONTEXT_FREE, BY_ROW, BY_SEQUENCE)
+    known += [library.EncoderNoRepeatNGramLogitsProcessor(2, IDS)]
+    assert outside(known, CONTEXT_FREE, BY_ROW) == ["EncoderNoRepeatNGramLogitsProcessor"]
+    stateful = [library.ClassifierFreeGuidanceLogitsProcessor(2.0)]
+    by_user = [library.PrefixConstrainedLogitsProcessor(lambda batch, ids: [1], num_beams=1)]
+    assert len(outside([*known, *stateful, *by_user], CONTEXT_FREE, BY_ROW, BY_SEQUENCE)) == 2

@@ -24,8 +24,9 @@ def drafter(target):
 
 # field -> (values out of range, what the message suggests)
 OUT_OF_RANGE = {
-    "temperature": ((-1, -1.0, 0, 0.0, float("nan"), float("inf"), "1", True), "do_sample=False"),
-    "top_k": ((-1, "5", True), "0 (off)"),
+    "temperature": ((-1, -1.0, 0, 0.0, 1e-40, float("nan"), float("inf"), "1", True), "do_sample=False"),
+    "top_k": ((-1, 2.5, "5", True), "integer of at least 0"),
+    "top_h": ((0, -0.1, 2, float("nan")), "above 0"),
     "top_p": ((2, -0.1, 1.5, float("nan"), "0.9"), "between 0 and 1"),
     "min_p": ((2, -0.1, float("nan")), "between 0 and 1"),
     "typical_p": ((0, 0.0, 2, -0.5, float("nan")), "above 0"),
@@ -33,7 +34,7 @@ OUT_OF_RANGE = {
     "eta_cutoff": ((-0.1, 1.5), "between 0 (off) and 1"),
     "acceptance": (("exact", "", 1), "'walk', 'token', 'block', 'recursive'"),
     "tree_shape": (("star", "Chain", True), "'best_first', 'chain'"),
-    "seed": (("7", 1.5, True, [1.5], [True], ["7"], [1, None], {"seed": 1}), "integer"),
+    "seed": (("7", 1.5, True, [1.5], [True], ["7"], [1, None], [], {"seed": 1}), "integer"),
     "draft_noise_scale": ((-1, -0.5, float("nan"), float("inf"), "1", True), "0 (no coupling)"),
     "draft_temperature": ((0, 0.0, -1, float("nan"), float("inf"), "1", True), "above 0"),
 }
@@ -60,8 +61,9 @@ def test_fault_23_refused_as_a_keyword_before_any_forward(target, drafter, name,
 
 
 IN_RANGE = {
-    "temperature": (1e-4, 1, 1.0, 3.5, 1e4),
+    "temperature": (1e-4, 1, 1.0, 2, 3.5, 1e4),
     "top_k": (0, 1, 10**6),
+    "top_h": (0.5, 1.0),
     "top_p": (0, 0.0, 1, 1.0, 0.5),
     "min_p": (0, 1, 0.5),
     "typical_p": (1, 1.0, 0.5),
@@ -85,11 +87,6 @@ def test_values_in_range_work(target, drafter, name, value):
     assert tokens.shape == as_keyword.shape == (1, PROMPT.shape[1] + 4)
     if name != "acceptance":  # whose texts depend on the tree, here of another budget
         assert tokens.tolist() == as_keyword.tolist()
-
-
-def test_no_seeds_at_all_are_refused():
-    with pytest.raises(ValueError, match=r"`seed` is \[\];"):
-        DDTreeConfig(do_sample=True, seed=[])
 
 
 # What the defaults mean

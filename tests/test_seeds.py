@@ -202,10 +202,23 @@ def test_under_one_seed_rows_differ(soft):
     assert rows[0] == sampled(soft, PROMPT, NEW, seed=21)[0].tolist()
 
 
-def test_the_wrong_number_of_seeds_for_a_batch(soft):
-    noise = LogitsProcessorList([KeyedNoiseLogitsProcessor([1, 2, 3])])
-    with pytest.raises(ValueError, match="`seed` has 3 entries for 2 sequences"):
+UNFIT = {
+    "seeds": ([1, 2, 3], None, "`seed` has 3 entries for 2 sequences"),
+    "masks": ([1, 2], torch.ones_like(PROMPT), "`attention_mask` has 1 rows for 2 sequences"),
+}
+
+
+@pytest.mark.parametrize("seed, mask, message", UNFIT.values(), ids=UNFIT)
+def test_another_number_of_seeds_or_masks_than_rows(soft, seed, mask, message):
+    noise = LogitsProcessorList([KeyedNoiseLogitsProcessor(seed, mask)])
+    with pytest.raises(ValueError, match=message):
         soft.generate(PROMPT.expand(2, -1), do_sample=False, max_new_tokens=2, logits_processor=noise)
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, True, [], [None], None], ids=repr)
+def test_noise_without_a_proper_seed(seed):
+    with pytest.raises(ValueError, match="`seed` is .*integer"):
+        KeyedNoiseLogitsProcessor(seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

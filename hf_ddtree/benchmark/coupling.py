@@ -61,7 +61,8 @@ def sample_text(target: PreTrainedModel, prompt: torch.Tensor, config: DDTreeCon
     """The text that `config` samples with `seed` after `prompt` [length], by plain decoding."""
     processors = plain_sampling_processors(target, config, seed=seed)
     ids = prompt[None].to(target.device)
-    output = target.generate(ids, do_sample=False, max_new_tokens=config.max_new_tokens, logits_processor=processors)
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": config.max_new_tokens}
+    output = target.generate(ids, do_sample=False, logits_processor=processors, **call)
     return TokenSequence(output[0].cpu(), len(prompt), config.sampling_temperature)
 
 

@@ -2,6 +2,9 @@
 
 import statistics
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,23 +20,23 @@ PLAIN = "plain generate"
 
 @dataclass
 class Run:
-    """One method's record, one entry per prompt and repeat.
+    """One method's record.
 
     Attributes:
         ids: per prompt, the new tokens (those of the last repeat).
-        tokens_per_second: new tokens over the wall time of the whole `generate` call, prefill included.
-        committed, rounds: new tokens and target forwards, the prefill and its token left out.
+        tokens_per_second: per call, new tokens over the wall time of the whole `generate` call, prefill included.
+        committed, rounds: per prompt, over all repeats, new tokens and target forwards, the prefill's left out.
     """
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     tokens_per_second: list[float] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
+    committed: Counter[int] = field(default_factory=Counter)
+    rounds: Counter[int] = field(default_factory=Counter)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per round over all calls."""
-        return sum(self.committed) / max(sum(self.rounds), 1)
+        return self.committed.total() / max(self.rounds.total(), 1)
 
 
 def contenders(
@@ -94,11 +97,29 @@ def race(
                 run = runs[name]
                 run.ids[index] = new
                 run.tokens_per_second.append(len(new) / seconds)
-                run.committed.append(len(new) - 1)
-                run.rounds.append(forwards.count - 1)
+                run.committed[index] += len(new) - 1
+                run.rounds[index] += forwards.count - 1
     finally:
         forwards.remove()
     return runs
+
+
+@contextmanager
+def in_float32(*models: PreTrainedModel) -> Iterator[None]:
+    """Runs the block with the models in float32; then every weight and buffer is what it was, to the bit.
+
+    A model's own `.to(bfloat16)` would round what it keeps in float32, such as RoPE's frequencies.
+    """
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    dtypes = [tensor.dtype for tensor in tensors]
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
 
 class ForwardCounter:

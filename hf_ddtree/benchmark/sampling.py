@@ -3,7 +3,6 @@
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,8 @@ def bench(
         prompts: [length] token ids each.
         options: `temperatures`, `budget`, `max_new_tokens`, `repeats`, `scan`, `json`.
     """
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"`--json {options.json}` is in no folder there is; make it first.")
     failures = check_texts(target, drafter, prompts[:2], options)
     record: dict[str, Any] = {"dtype": str(target.dtype), "budget": options.budget, "prompts": len(prompts)}
     record |= {"max_new_tokens": options.max_new_tokens, "repeats": options.repeats, "threads": torch.get_num_threads()}
@@ -62,9 +63,9 @@ def bench(
             config = DDTreeConfig(do_sample=True, temperature=temperature, top_k=0, **settings)
             record[f"scan at {temperature}"] = found = scan(target, drafter, prompts, config)
             print(f"\nacceptance length at temperature {temperature}:\n{scan_table(found)}", flush=True)
+    print(json.dumps(record), flush=True)
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if failures else 0
 
 
@@ -72,22 +73,22 @@ def check_texts(
     target: PreTrainedModel, drafter: DFlashDraftModel, prompts: list[torch.Tensor], options: argparse.Namespace
 ) -> int:
     """How many float32 texts of coupled DDTree differ from plain decoding's under the same noise."""
-    dtype = target.dtype
-    target, drafter = target.float(), drafter.float()
     different = compared = 0
-    for temperature in options.temperatures:
-        for seed, prompt in enumerate(prompts):
-            config = contenders(drafter, temperature, options.budget, options.max_new_tokens)[COUPLED][0]
-            config.seed = seed
-            ids = prompt[None].to(target.device)
-            call = {"attention_mask": torch.ones_like(ids)}
-            ours = target.generate(ids, assistant_model=drafter, generation_config=config, **call)
-            processors = plain_sampling_processors(target, config)
-            length = options.max_new_tokens
-            plain = target.generate(ids, do_sample=False, max_new_tokens=length, logits_processor=processors, **call)
-            different += ours.tolist() != plain.tolist()
-            compared += 1
-    target.to(dtype), drafter.to(dtype)
+    with race.in_float32(target, drafter):
+        for temperature in options.temperatures:
+            for seed, prompt in enumerate(prompts):
+                config = contenders(drafter, temperature, options.budget, options.max_new_tokens)[COUPLED][0]
+                config.seed = seed
+                ids = prompt[None].to(target.device)
+                call = {"attention_mask": torch.ones_like(ids)}
+                ours = target.generate(ids, assistant_model=drafter, generation_config=config, **call)
+                processors = plain_sampling_processors(target, config)
+                length = options.max_new_tokens
+                plain = target.generate(
+                    ids, do_sample=False, max_new_tokens=length, logits_processor=processors, **call
+                )
+                different += ours.tolist() != plain.tolist()
+                compared += 1
     verdict = "identical to plain decoding's with the same noise" if not different else "DIFFERENT, which is a bug"
     print(f"float32 check: {compared - different} of {compared} texts, {verdict}")
     return different
@@ -97,10 +98,10 @@ def summary(runs: dict[str, race.Run]) -> list[dict[str, Any]]:
     """A row per method: acceptance length with its standard error, its quotient to the paper's rule, and speed."""
     plain = statistics.median(runs[race.PLAIN].tokens_per_second)
     rows = []
+    counts = {name: (list(run.committed.values()), list(run.rounds.values())) for name, run in runs.items()}
     for name, run in runs.items():
-        length, error = ratio_of_sums(run.committed, run.rounds)
-        paper = runs[PAPER]
-        against, against_error = quotient((run.committed, run.rounds), (paper.committed, paper.rounds))
+        length, error = ratio_of_sums(*counts[name])
+        against, against_error = quotient(counts[name], counts[PAPER])
         speed = statistics.median(run.tokens_per_second)
         rows.append(
             {

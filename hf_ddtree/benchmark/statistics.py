@@ -1,6 +1,6 @@
-"""Means over calls that differ in length, with their standard errors; calls are the independent units.
+"""Means over texts that differ in length, with their standard errors; texts are the independent units.
 
-The standard error of a single call is unknown: None.
+The standard error of a single text is unknown: None.
 """
 
 import statistics
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 def ratio_of_sums(totals: Sequence[float], counts: Sequence[float]) -> tuple[float, float | None]:
     """sum(totals) / sum(counts) and its standard error, by linearisation."""
+    if sum(counts) == 0:
+        raise ValueError("No text was longer than one token, so nothing can be measured; raise `--max-new-tokens`.")
     mean = sum(totals) / sum(counts)
     return mean, _standard_error(_shares(totals, counts), mean)
 
@@ -16,13 +18,13 @@ def ratio_of_sums(totals: Sequence[float], counts: Sequence[float]) -> tuple[flo
 def quotient(
     ours: tuple[Sequence[float], Sequence[float]], theirs: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[float, float | None]:
-    """The quotient of two such means, each given as (totals, counts) over the same calls, and its standard error."""
+    """The quotient of two such means, each given as (totals, counts) over the same texts, and its standard error."""
     value = ratio_of_sums(*ours)[0] / ratio_of_sums(*theirs)[0]
     return value, _standard_error([a - b for a, b in zip(_shares(*ours), _shares(*theirs), strict=True)], value)
 
 
 def _shares(totals: Sequence[float], counts: Sequence[float]) -> list[float]:
-    """Each call's share in the relative error of sum(totals) / sum(counts)."""
+    """Each text's share in the relative error of sum(totals) / sum(counts)."""
     mean = sum(totals) / sum(counts)
     return [(total - mean * count) / sum(totals) for total, count in zip(totals, counts, strict=True)]
 

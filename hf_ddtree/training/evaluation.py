@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..acceptance import Choose, walk
-from ..models.dflash import DFlashDraftModel
+from ..models.dflash import DFlashDraftModel, head_logits
 from ..tree import build_tree, top_marginals
 from .data import TargetFeatures
 from .objective import build_batch, draft_hidden_states
@@ -68,5 +68,4 @@ def draft_logits_over(drafter: DFlashDraftModel, target: PreTrainedModel, item: 
     anchors = torch.arange(start, len(tokens) - 1)[None]
     batch = build_batch([item], anchors, drafter.config.block_size, drafter.config.mask_token_id)
     hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0]
-    head = target.get_output_embeddings()
-    return head(hidden.to(head.weight.dtype))
+    return head_logits(target, hidden.flatten(0, 1).to(target.dtype)).unflatten(0, hidden.shape[:2])
