@@ -67,11 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (demo, generate):
         command.add_argument("--temperature", type=float, default=0.0, help="sample at this temperature (0: greedy)")
         command.add_argument("--seed", type=int, help="of the streamed answer's sampling (drawn)")
-    for command, budget in ((demo, 16), (generate, 16), (bench, 32)):
+    for command, budget, length, repeats in ((demo, 16, 128, 2), (generate, 16, 128, 2), (bench, 32, 96, 1)):
         command.add_argument("--budget", type=int, default=budget, help=f"tree nodes per round ({budget})")
-        command.add_argument("--max-new-tokens", type=int, default=128)
+        command.add_argument("--max-new-tokens", type=int, default=length, help=f"({length})")
         command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-        command.add_argument("--repeats", type=_positive, default=2, help="timed runs per prompt and method (2)")
+        command.add_argument(
+            "--repeats", type=_positive, default=repeats, help=f"timed runs per prompt and method ({repeats})"
+        )
 
     train = commands.add_parser("train", help="train a drafter on a target's own text")
     train.add_argument("--model", required=True, help="target: a folder, a Hub name, or `smollm2`")

@@ -217,7 +217,7 @@ def test_another_number_of_seeds_or_masks_than_rows(soft, seed, mask, message):
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True, [], [None], None], ids=repr)
 def test_noise_without_a_proper_seed(seed):
-    with pytest.raises(ValueError, match="`seed` is .*integer"):
+    with pytest.raises(ValueError, match=r"`seed` is .*integer"):
         KeyedNoiseLogitsProcessor(seed)
 
 
