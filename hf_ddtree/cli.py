@@ -59,14 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         help="training data, as `train` takes it, whose held-out prompts to use",
     )
     bench.add_argument("--prompts", type=_positive, default=12, help="how many (12)")
-    bench.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0, 1.5])
+    bench.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0, 1.5], help="(0.3 0.7 1.0 1.5)")
     bench.add_argument("--scan", action="store_true", help="also scan draft_noise_scale and draft_temperature")
     bench.add_argument("--json", type=Path, help="write the JSON here too")
     bench.set_defaults(run=_run_bench)
 
     for command in (demo, generate):
         command.add_argument("--temperature", type=float, default=0.0, help="sample at this temperature (0: greedy)")
-        command.add_argument("--seed", type=int, help="of the streamed answer's sampling (drawn)")
+        command.add_argument("--seed", type=int, help="seed of the streamed answer (drawn, and printed)")
     for command, budget, length, repeats in ((demo, 16, 128, 2), (generate, 16, 128, 2), (bench, 32, 96, 1)):
         command.add_argument("--budget", type=int, default=budget, help=f"tree nodes per round ({budget})")
         command.add_argument("--max-new-tokens", type=int, default=length, help=f"({length})")

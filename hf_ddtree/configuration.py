@@ -52,8 +52,9 @@ class DDTreeConfig(GenerationConfig):
             position, is in the tree; the text depends on target and seed alone. For comparison, with sampling only, and
             with a text that depends on the drafter too: "token" (token-wise rejection of a drawn chain), "block" (block
             verification of one), "recursive" (recursive rejection on a tree drawn without replacement).
-        seed: of all sampling noise; the same seed gives the same text, whatever the drafter, the budget or the tree. A
-            list gives one seed per sequence. None = drawn from torch's default generator at each call.
+        seed: of all sampling noise; with the walk the same seed gives the same text, whatever the drafter, the budget
+            or the tree, and every call uses the same noise. A list gives one seed per sequence. None = drawn from torch's
+            default generator at each call.
         synchronize_stages: wait for the device at the end of each stage, so that `stage_seconds` are exact on an
             accelerator; costs speed.
 
@@ -70,7 +71,9 @@ class DDTreeConfig(GenerationConfig):
         kwargs.setdefault("speculation_type", "dflash")
         known = vars(GenerationConfig())
         for name in kwargs:  # the base class takes any name
-            if name not in known and (meant := get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.7)):
+            if name in known or name in UNSUPPORTED:
+                continue
+            if meant := get_close_matches(name, known, 1, cutoff=0.85) or get_close_matches(name, OWN_FIELDS, 1, 0.7):
                 raise ValueError(f"`{name}` is no field of DDTreeConfig; did you mean `{meant[0]}`?")
         super().__init__(**kwargs)
 
@@ -182,7 +185,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 # field -> (least, greatest, remedy); the library takes some of these silently
 RANGES: dict[str, tuple[float, float, str]] = {
     # Scores over less than 1e-30 overflow float32.
-    "temperature": (1e-30, 1e308, "it must be a number above 0; for greedy decoding set `do_sample=False` instead."),
+    "temperature": (1e-30, 1e308, "it must be a number of at least 1e-30; for greedy decoding set `do_sample=False`."),
     "top_h": (5e-324, 1, "it must lie above 0 and be at most 1; leave it unset to turn it off."),
     "top_p": (0, 1, "it must lie between 0 and 1; 1 turns it off."),
     "min_p": (0, 1, "it must lie between 0 and 1; leave it unset to turn it off."),

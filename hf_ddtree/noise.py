@@ -1,8 +1,9 @@
 """Keyed noise: uniform and Gumbel numbers as a pure function of seed, sequence, position and token. Leaf: torch only.
 
 A counter-based integer hash, the finaliser of splitmix64 (https://doi.org/10.1145/2714064.2660195), gives each token of
-each position a 53-bit uniform number; its Gumbel transform uses additions, multiplications and divisions only, which
-IEEE 754 rounds alike everywhere. So the numbers have the same bits on every device and in whatever shape they come.
+each position an odd multiple of 2^-53 as its uniform number; the Gumbel transform uses additions, multiplications and
+divisions only, which IEEE 754 rounds alike everywhere. So the numbers have the same bits on every device and in whatever
+shape they come.
 """
 
 import math

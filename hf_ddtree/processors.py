@@ -131,8 +131,15 @@ def plain_sampling_processors(
         seed: in place of the config's; a call's `result.seed`, for example.
 
     Raises:
-        ValueError: there is no seed.
+        ValueError: there is no seed, or the config does not sample by the walk.
     """
+    if not config.do_sample:
+        raise ValueError(f"`do_sample` is {config.do_sample!r}, so there is no noise to add; set it to True.")
+    if (rule := getattr(config, "acceptance", "walk")) != "walk":
+        raise ValueError(
+            f'`acceptance` is "{rule}", whose text depends on the drafter, so plain decoding cannot have the same; '
+            'leave it at "walk".'
+        )
     if (seed := getattr(config, "seed", None) if seed is None else seed) is None:
         raise ValueError(
             "`seed` is None, so every call draws its own; set `DDTreeConfig(seed=...)` to compare with it."

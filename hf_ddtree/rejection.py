@@ -81,7 +81,10 @@ def recursive_rejection(
 def block_verification(
     p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, coins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepts the longest prefix of a chain that passes, even past tokens that fail. https://arxiv.org/abs/2403.10444.
+    """Accepts the longest prefix of a chain that passes, even past tokens that fail.
+
+    Prefix i passes with probability h_i = S_i / (S_i + 1 - w_i), where w_i = min(1, w_(i-1) p_i / q_i) and S_i is the
+    mass of (w_i p - q)+ at the next position; the whole chain with h = w. Source: https://arxiv.org/abs/2403.10444.
 
     Args:
         p: [rows, depth + 1, vocab] target distribution after each node of the chain, the root first.

@@ -107,7 +107,7 @@ class RejectionRule:
     """The classical rules: drafts are drawn from the drafter's distributions and accepted by their probabilities.
 
     For comparison and research. The law of the text is the target's, as with the walk, but which text a seed gives
-    depends on the drafter.
+    depends on drafter and tree. p is the target after all processors, q the drafter at `draft_temperature`.
     """
 
     def __init__(self, config: DDTreeConfig, emission: Emission, stream: tuple[int, int] | None):
@@ -123,7 +123,7 @@ class RejectionRule:
                 f'{", ".join(unknown)} may not allow; leave `acceptance` at "walk", or leave the processor out.'
             )
         self.config, self.emission = config, emission
-        self.key = stream_key(*stream, 1)  # apart from the walk's
+        self.key = stream_key(*stream, 1)  # longer than the walk's, so another stream
         self.children = torch.empty(0)  # [nodes, ranks] of the round's tree
         self.q = torch.empty(0)  # [1, depth, vocab] what its drafts were drawn from
 
@@ -155,8 +155,9 @@ class RejectionRule:
         else:
             path, weights = recursive_rejection(p, self.q, tree.tokens, self.children, coins)
         depth = torch.arange(path.shape[1], device=path.device)
+        last_depth = path.argmax(1, keepdim=True)  # node numbers rise along a path
         steps = tree.tokens.gather(1, path.roll(-1, 1).clamp(min=0))  # each node's child on the path
-        chosen = torch.where(depth == path.argmax(1, keepdim=True), draw(weights, last)[:, None], steps)
+        chosen = torch.where(depth == last_depth, draw(weights, last)[:, None], steps)
         chosen = torch.where(empty.gather(1, path.clamp(min=0)), -1, chosen)
         nodes, tokens = torch.cat([path, chosen]).tolist()
         length = sum(node >= 0 for node in nodes)

@@ -15,6 +15,10 @@ from . import race
 from .coupling import scan, scan_table
 from .statistics import quotient, ratio_of_sums, rounded, with_error
 
+LEGEND = (
+    "accepted: tokens per target forward after the prefill, with its standard error over prompts; against paper: as a\n"
+    "multiple of the paper's rule. All sample the whole vocabulary (top_k=0); chains draft one block at any budget."
+)
 UPSTREAM, PAPER, COUPLED = "transformers' DFlash chain", "DDTree, paper's rule", "DDTree, coupled"
 Method = tuple[GenerationConfig, DFlashDraftModel | None]
 
@@ -57,6 +61,7 @@ def bench(
         runs = race.race(target, inputs, methods, options.repeats)
         record[f"temperature {temperature}"] = rows = summary(runs)
         print(table(rows), flush=True)
+    print(f"\n{LEGEND}")
     if options.scan:
         for temperature in options.temperatures:
             settings = {"tree_budget": options.budget, "max_new_tokens": options.max_new_tokens, "seed": 0}
