@@ -53,8 +53,8 @@ class DDTreeConfig(GenerationConfig):
             with a text that depends on the drafter too: "token" (token-wise rejection of a drawn chain), "block" (block
             verification of one), "recursive" (recursive rejection on a tree drawn without replacement).
         seed: of all sampling noise; with the walk the same seed gives the same text, whatever the drafter, the budget
-            or the tree, and every call uses the same noise. A list gives one seed per sequence. None = drawn from torch's
-            default generator at each call.
+            or the tree, and every call uses the same noise. A list gives one seed per sequence. None = drawn from
+            torch's default generator at each call.
         synchronize_stages: wait for the device at the end of each stage, so that `stage_seconds` are exact on an
             accelerator; costs speed.
 

@@ -2,8 +2,8 @@
 
 A counter-based integer hash, the finaliser of splitmix64 (https://doi.org/10.1145/2714064.2660195), gives each token of
 each position an odd multiple of 2^-53 as its uniform number; the Gumbel transform uses additions, multiplications and
-divisions only, which IEEE 754 rounds alike everywhere. So the numbers have the same bits on every device and in whatever
-shape they come.
+divisions only, which IEEE 754 rounds alike everywhere. So the numbers have the same bits on every device and in any
+shape that they are asked for in.
 """
 
 import math
