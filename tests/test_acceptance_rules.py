@@ -78,7 +78,7 @@ LAWS = {
     "kappa=0.5": ([], {"draft_temperature": 0.5}),
     "repetition": ([library.RepetitionPenaltyLogitsProcessor(2.0), *warpers(0.8)], {"temperature": 0.8}),
     "2-grams, bias": (
-        [library.SequenceBiasLogitsProcessor([[[3, 1], 2.0], [[0], -1.0]]), library.NoRepeatNGramLogitsProcessor(2)],
+        [library.SequenceBiasLogitsProcessor([[[3, 1], 2.0], [[2], -1.0]]), library.NoRepeatNGramLogitsProcessor(2)],
         {},
     ),
 }

@@ -6,9 +6,11 @@ import statistics
 import pytest
 import torch
 from stubs import VOCAB, decode, make_drafter, make_target
+from transformers import AutoModelForCausalLM
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.benchmark import coupling
+from hf_ddtree.benchmark.race import in_float32
 from hf_ddtree.benchmark.statistics import quotient, ratio_of_sums, with_error
 from hf_ddtree.cli import main
 
@@ -99,3 +101,15 @@ def test_bench_refuses_bad_values_in_one_line(folders, capsys, extra):
     assert bench(folders, *extra) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert extra[1] in error and "must be" in error
+
+
+def test_float32_checks_leave_the_models_as_they_were(folders):
+    """A model's own `.to(bfloat16)` would round RoPE's frequencies, which stay float32 in `from_pretrained`."""
+    target = AutoModelForCausalLM.from_pretrained(folders / "target", dtype=torch.bfloat16)
+    tensors = [*target.named_parameters(), *target.named_buffers()]
+    before = {name: tensor.clone() for name, tensor in tensors}
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
+    with in_float32(target):
+        assert {tensor.dtype for _, tensor in tensors} == {torch.float32} and target.dtype == torch.float32
+    after = dict((*target.named_parameters(), *target.named_buffers()))
+    assert all(after[name].dtype == old.dtype and torch.equal(after[name], old) for name, old in before.items())

@@ -301,9 +301,22 @@ def test_warpers_left_to_the_models_own_config(soft):
     assert tokens.tolist() == expected.tolist()
 
 
-def test_the_seed_of_the_plain_processors(soft):
+INCOMPARABLE = {
+    "no seed": ({"do_sample": True}, "`seed` is None"),
+    "greedy": ({"do_sample": False, "seed": 3}, "`do_sample` is False"),
+    "drawn drafts": ({"do_sample": True, "seed": 3, "acceptance": "recursive"}, '`acceptance` is "recursive"'),
+}
+
+
+@pytest.mark.parametrize("fields, message", INCOMPARABLE.values(), ids=INCOMPARABLE)
+def test_configs_that_plain_decoding_cannot_follow(soft, fields, message):
+    with pytest.raises(ValueError, match=message):
+        plain_sampling_processors(soft, DDTreeConfig(**fields))
+
+
+def test_a_seed_given_to_the_plain_processors_beats_the_configs(soft):
     config = DDTreeConfig(do_sample=True)
-    with pytest.raises(ValueError, match="`seed` is None"):
-        plain_sampling_processors(soft, config)
     assert plain_sampling_processors(soft, config, seed=[5])[-1].seed == [5]
-    assert plain_sampling_processors(soft, DDTreeConfig(do_sample=True, seed=4), seed=0)[-1].seed == 0
+    config.seed = 4
+    assert plain_sampling_processors(soft, config)[-1].seed == 4
+    assert plain_sampling_processors(soft, config, seed=0)[-1].seed == 0
