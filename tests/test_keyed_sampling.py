@@ -219,7 +219,7 @@ def test_watermarks(soft, plain, config, kind):
     after = [config.construct_processor(64, soft.device)]
     expected = sampled(soft, PROMPT, NEW, around=((), after), **settings)
     assert expected[0].tolist() != plain(**settings)
-    assert expected[0].tolist() == plain(watermarking_config=config, **settings)
+    assert expected.tolist() == sampled(soft, PROMPT, NEW, watermarking_config=config, **settings).tolist()
     drafter = drafter_of(soft, kind, expected[0])
     tokens = decode(soft, drafter, PROMPT, **SAMPLING, watermarking_config=config, **settings)
     assert tokens.tolist() == expected.tolist()

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
@@ -27,7 +29,6 @@ PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
     "remove inf and nan": lambda: library.InfNanRemoveLogitsProcessor(),
     "normalise": lambda: library.LogitNormalization(),
     "repetition": lambda: library.RepetitionPenaltyLogitsProcessor(1.7),
-    "repetition, padded": lambda: library.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([3])),
     "repetition, new only": lambda: library.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=9),
     "no repeated 1-gram": lambda: library.NoRepeatNGramLogitsProcessor(1),
     "no repeated 2-gram": lambda: library.NoRepeatNGramLogitsProcessor(2),
@@ -46,6 +47,11 @@ PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
     "encoder repetition": lambda: library.EncoderRepetitionPenaltyLogitsProcessor(1.7, IDS[:, :3]),
     "encoder no repeated 2-gram": lambda: library.EncoderNoRepeatNGramLogitsProcessor(2, IDS),
 }
+
+if Version(transformers.__version__) >= Version("5.24"):  # as `generate` builds it for a padded prompt
+    PROCESSORS["repetition, padded"] = lambda: library.RepetitionPenaltyLogitsProcessor(
+        1.7, prompt_ignore_length=torch.tensor([3])
+    )
 
 
 def random_tree(seed: int, nodes: int, depth: int) -> Tree:
