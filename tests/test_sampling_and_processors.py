@@ -278,6 +278,8 @@ def test_fault_26_raw_logits_survive_processing_of_a_whole_tree_in_place(soft, r
     drafter, sampling = make_stub(soft, "oracle-2", reference), {"do_sample": True, "seed": 3, "acceptance": acceptance}
     result = decode(soft, drafter, PROMPT, max_new_tokens=14, **sampling, **OUTPUTS)
     assert torch.equal(torch.cat(result.scores), -torch.cat(result.logits))
+    # Rows of their own: a view of one would keep the whole tree's rows.
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in (*result.scores, *result.logits))
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
