@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
 from ..models import DFlashDraftModel
-from ..noise import gumbel_noise, stream_key
+from ..noise import NoiseRows
 from ..processors import plain_sampling_processors
 from ..training.data import TokenSequence, compute_features
 from ..training.evaluation import draft_logits_over, rounds_over_text
@@ -43,15 +43,13 @@ def scan(
             continue
         (item,) = compute_features(target, [text], drafter.config.target_layer_ids)
         logits = draft_logits_over(drafter, target, item).float()  # [anchors, depth, vocab]
-        anchors, depth, vocab = logits.shape
+        anchors, depth, _ = logits.shape
         start = text.prompt_length
-        positions = torch.arange(start + 1, start + anchors + depth)
-        key, tokens = stream_key(seed, 0), torch.arange(vocab)
-        rows = torch.stack([gumbel_noise(key, position, tokens).float() for position in positions])
+        answer = text.tokens[start:].tolist()
+        rows = torch.stack(NoiseRows(seed)(start + 1, anchors + depth - 1, like=logits)).float()
         noise = config.sampling_temperature * rows.unfold(0, depth, 1).transpose(1, 2)  # as logits
         for scale, temperature in settings:
             drafts = (logits + scale * noise) / temperature
-            answer = text.tokens[start:].tolist()
             lengths = rounds_over_text(answer, drafts, config.candidates_per_depth, config.tree_budget)
             rounds[scale, temperature].append(lengths)
     return [_row(setting, texts) for setting, texts in rounds.items()]

@@ -81,8 +81,8 @@ def check_texts(
     different = compared = 0
     with race.in_float32(target, drafter):
         for temperature in options.temperatures:
+            config = contenders(drafter, temperature, options.budget, options.max_new_tokens)[COUPLED][0]
             for seed, prompt in enumerate(prompts):
-                config = contenders(drafter, temperature, options.budget, options.max_new_tokens)[COUPLED][0]
                 config.seed = seed
                 ids = prompt[None].to(target.device)
                 call = {"attention_mask": torch.ones_like(ids)}
