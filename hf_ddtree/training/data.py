@@ -2,25 +2,28 @@
 
 import gzip
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-HELD_EVERY = 20  # lines 0, 20, 40, ... (5%) are for evaluation and never trained on
+HELD_EVERY = 20  # sequences 0, 20, 40, ... (5%) are for evaluation and never trained on
+FOREIGN = math.nan  # the temperature of an answer that the target did not write
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt with the target's own answer.
+    """A prompt with an answer.
 
     Attributes:
         tokens: [length] int64, prompt then answer.
         prompt_length: tokens of the prompt.
-        temperature: what the answer was sampled at; None = greedy.
+        temperature: what the target sampled the answer at; None = greedily; `FOREIGN` = somebody else wrote it.
     """
 
     tokens: torch.Tensor
@@ -31,6 +34,11 @@ class TokenSequence:
     def answer_length(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the answer is the target's own greedy one, which is what held-out acceptance is measured on."""
+        return self.temperature is None
 
 
 @dataclass(frozen=True)
@@ -48,32 +56,51 @@ class TargetFeatures:
     final: torch.Tensor
 
 
-def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Reads JSON lines `{"p": prompt ids, "g": answer ids, "t": temperature}` (gzip by suffix) as (train, held).
+def read_lines(path: Path) -> Iterator[TokenSequence]:
+    """Reads JSON lines `{"p": prompt ids, "g": answer ids, "t": temperature, null = greedy}`, gzip by suffix.
 
     Raises:
-        ValueError: the file holds no sequence, or a line lacks a field.
+        ValueError: a line lacks a field or is torn.
     """
     opener = gzip.open if path.suffix == ".gz" else open
-    train: list[TokenSequence] = []
-    held: list[TokenSequence] = []
-    with opener(path, "rt") as lines:
-        for number, line in enumerate(lines):
-            try:
-                row = json.loads(line)
-                ids = torch.tensor([*row["p"], *row["g"]])
-                sequence = TokenSequence(ids, len(row["p"]), row["t"])
-                if ids.dtype != torch.int64 or not row["p"] or not row["g"]:
-                    raise ValueError("p and g must hold token ids, one each at least")
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number + 1}: expected fields p, g and t, got {error!r}.") from error
-            (train if number % HELD_EVERY else held).append(sequence)
-    if not train:
-        raise ValueError(f"{path} holds {len(train) + len(held)} sequences; give at least 2.")
-    return train, held
+    done = 0
+    try:
+        with opener(path, "rt") as lines:
+            for line in lines:
+                yield _sequence(json.loads(line))
+                done += 1
+    except (EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}, line {done + 1}: expected fields p, g and t, got {error!r}; mend or remove that line."
+        ) from error
 
 
-@torch.no_grad()
+def _sequence(row: dict[str, Any]) -> TokenSequence:
+    ids = torch.tensor([*row["p"], *row["g"]])
+    if ids.dtype != torch.int64 or not row["p"] or not row["g"]:
+        raise ValueError("p and g must hold token ids, one each at least")
+    temperature = row["t"]
+    return TokenSequence(ids, len(row["p"]), None if temperature is None else float(temperature))
+
+
+def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """`read_lines` as (train, held).
+
+    Raises:
+        ValueError: the file holds fewer than two sequences, or a line lacks a field.
+    """
+    sequences = list(read_lines(path))
+    if len(sequences) < 2:
+        raise ValueError(f"{path} holds {len(sequences)} sequences; give at least 2.")
+    return split_held(sequences)
+
+
+def split_held(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """(train, held): every `HELD_EVERY`th, the first included, is held out."""
+    train = [sequence for number, sequence in enumerate(sequences) if number % HELD_EVERY]
+    return train, sequences[::HELD_EVERY]
+
+
 def compute_features(
     target: PreTrainedModel, sequences: Iterable[TokenSequence], target_layer_ids: list[int], batch_size: int = 16
 ) -> list[TargetFeatures]:
@@ -84,13 +111,24 @@ def compute_features(
     ordered = sorted(sequences, key=lambda sequence: len(sequence.tokens))  # equal lengths together: little padding
     features = []
     for start in tqdm(range(0, len(ordered), batch_size), desc="target features"):
-        batch = ordered[start : start + batch_size]
-        ids = torch.nn.utils.rnn.pad_sequence([sequence.tokens for sequence in batch], batch_first=True)
-        # Right padding: causal attention keeps it out of the real tokens' states.
-        outputs = target.base_model(ids.to(target.device), output_hidden_states=True, use_cache=False)
-        context = torch.cat([outputs.hidden_states[i + 1] for i in target_layer_ids], dim=-1).cpu()
-        final = outputs.last_hidden_state.cpu()
-        for row, sequence in enumerate(batch):
-            length = len(sequence.tokens)
-            features.append(TargetFeatures(sequence, context[row, :length].clone(), final[row, :length].clone()))
+        for item in batch_features(target, ordered[start : start + batch_size], target_layer_ids):
+            context, final = (states.to("cpu", copy=True) for states in (item.context, item.final))
+            features.append(TargetFeatures(item.sequence, context, final))
     return features
+
+
+@torch.no_grad()
+def batch_features(
+    target: PreTrainedModel, batch: list[TokenSequence], target_layer_ids: list[int]
+) -> list[TargetFeatures]:
+    """One target forward over all of `batch`; views of the padded result, on the target's device."""
+    ids = torch.nn.utils.rnn.pad_sequence([sequence.tokens for sequence in batch], batch_first=True)
+    # Right padding: causal attention keeps it out of the real tokens' states.
+    outputs = target.base_model(ids.to(target.device), output_hidden_states=True, use_cache=False)
+    final = outputs.last_hidden_state.to(target.device)
+    context = torch.cat([outputs.hidden_states[i + 1].to(target.device) for i in target_layer_ids], dim=-1)
+    lengths = [len(sequence.tokens) for sequence in batch]
+    return [
+        TargetFeatures(sequence, context[row, :length], final[row, :length])
+        for row, (sequence, length) in enumerate(zip(batch, lengths, strict=True))
+    ]
