@@ -16,6 +16,10 @@ OWN_FIELDS: dict[str, Any] = {
     "draft_block_size": None,
     "draft_noise_scale": None,
     "draft_temperature": None,
+    "draft_transition": None,
+    "draft_table": None,
+    "draft_table_weight": 0.5,
+    "draft_text_weight": 0.0,
     "acceptance": "walk",
     "seed": None,
     "synchronize_stages": False,
@@ -47,7 +51,14 @@ class DDTreeConfig(GenerationConfig):
             same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
             docs/sampling.md; a greedy target has no noise), 0 for the other rules.
         draft_temperature: the drafts' log-probabilities are those of logits / `draft_temperature`; 1 is the paper's.
-            None = 1 for the walk, and the target's temperature for the other rules, which draw the drafts.
+            None = the drafter's calibrated temperature of each depth, or 1, for the walk, and the target's temperature
+            for the other rules, which draw the drafts.
+        draft_transition: let drafts depend on their parent's token through the drafter's own transition, in best-first
+            trees for the walk; None = if the drafter has one.
+        draft_table: file of a bigram table that does the same with any drafter (`hf-ddtree table` makes one).
+        draft_table_weight: of the table's values, which are added to the draft logits.
+        draft_text_weight: the same by counts of the text so far: log(1 + times the child followed the parent), times
+            this, is added.
         acceptance: which drafts are committed. "walk": where the target's own choice, made with noise keyed by seed and
             position, is in the tree; the text depends on target and seed alone. For comparison, with sampling only, and
             with a text that depends on the drafter too: "token" (token-wise rejection of a drawn chain), "block" (block
@@ -125,6 +136,10 @@ class DDTreeConfig(GenerationConfig):
         _check_int("top_k", self.top_k, minimum=0, optional=True)
         if self.seed is not None:
             check_seed(self.seed)
+        if self.draft_transition not in (None, True, False):
+            raise ValueError(f"`draft_transition` is {self.draft_transition!r}; it must be True, False or None.")
+        if not isinstance(self.draft_table, str | None):
+            raise ValueError(f"`draft_table` is {self.draft_table!r}; it must be the path of a file, as a string.")
         if not isinstance(self.synchronize_stages, bool):
             raise ValueError(f"`synchronize_stages` is {self.synchronize_stages!r}; it must be True or False.")
         for name, (low, high, remedy) in RANGES.items():
@@ -193,6 +208,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "epsilon_cutoff": (0, 1, "it must lie between 0 (off) and 1."),
     "eta_cutoff": (0, 1, "it must lie between 0 (off) and 1."),
     "draft_noise_scale": (0, 1e308, "it must be a number of 0 (no coupling) or more."),
+    "draft_table_weight": (0, 1e308, "it must be a number of 0 (off) or more."),
+    "draft_text_weight": (0, 1e308, "it must be a number of 0 (off) or more."),
     "draft_temperature": (5e-324, 1e308, "it must be a number above 0."),
 }
 

@@ -6,11 +6,12 @@ import torch
 
 from .acceptance import Accepted, walk, walk_at_once
 from .configuration import DDTreeConfig
+from .drafting.draft import Draft
 from .emission import Emission
 from .noise import NoiseRows, stream_key, uniform_noise
 from .processors import BY_ROW, BY_SEQUENCE, CONTEXT_FREE, outside, process_tree
 from .rejection import block_verification, draw, draw_without_replacement, recursive_rejection
-from .tree import Marginals, Tree, build_tree, root_tree, top_marginals
+from .tree import Marginals, Tree, build_tree, root_tree
 
 # How often a node's draft of each rank is the one accepted; shapes the tree of recursive rejection. Measured with the
 # demo's drafter at temperatures 0.7 and 1.0 over 717 nodes of held-out text; the last three are extrapolated.
@@ -20,8 +21,8 @@ RANK_CHANCES = (0.32, 0.12, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
 class AcceptanceRule(Protocol):
     """What the decoding loop asks of a rule."""
 
-    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
-        """The round's tree from draft logits [1, depth, vocab]; the root alone where nothing was drafted."""
+    def build(self, root_tokens: torch.Tensor, draft: Draft | None) -> Tree:
+        """The round's tree; the root alone where nothing was drafted."""
         ...
 
     def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
@@ -56,18 +57,16 @@ class WalkRule:
         self.ordered = outside(emission.processors, CONTEXT_FREE, BY_ROW)
         self.depth = 0  # of the tree built last, at most
 
-    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
-        """The best-first tree under log_softmax((logits + scale * temperature * noise) / draft_temperature)."""
-        if draft_logits is None:
-            self.depth = 0
+    def build(self, root_tokens: torch.Tensor, draft: Draft | None) -> Tree:
+        """The best-first tree of the draft under the noise that the target will choose by."""
+        self.depth = 0 if draft is None else draft.logits.shape[1]
+        if draft is None:
             return root_tree(root_tokens)
-        logits = draft_logits.float()
-        self.depth = logits.shape[1]
+        noise = None
         if self.noise is not None and (scale := self.config.noise_scale) > 0:
-            rows = self.noise(self.emission.position, self.depth, like=logits)
-            logits = logits + scale * self.config.sampling_temperature * torch.stack(rows).float()
-        marginals = top_marginals(logits / self.config.tree_temperature, self.config.candidates_per_depth)
-        return build_tree(root_tokens, marginals, self.config.tree_budget)
+            rows = self.noise(self.emission.position, self.depth, like=draft.logits)
+            noise = scale * self.config.sampling_temperature * torch.stack(rows).float()
+        return build_tree(root_tokens, draft.marginals(self.config, noise), self.config.tree_budget)
 
     def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
         """Node after node where that is cheaper or a processor must see tokens in order; else all nodes at once."""
@@ -127,15 +126,15 @@ class RejectionRule:
         self.children = torch.empty(0)  # [nodes, ranks] of the round's tree
         self.q = torch.empty(0)  # [1, depth, vocab] what its drafts were drawn from
 
-    def build(self, root_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> Tree:
+    def build(self, root_tokens: torch.Tensor, draft: Draft | None) -> Tree:
         """A tree whose shape is settled before its tokens are drawn, each depth's without replacement."""
-        depth = 0 if draft_logits is None else draft_logits.shape[1]
+        depth = 0 if draft is None else draft.logits.shape[1]
         shape, self.children = shape_by_rank(depth, self.config.tree_budget, self._ranks(), root_tokens.device)
-        if draft_logits is None:
+        if draft is None:
             self.q = torch.empty(1, 0, 1, device=root_tokens.device)
             return root_tree(root_tokens)
         deepest = int(shape.depths.max())
-        q = (draft_logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
+        q = (draft.logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
         broken = q.isnan().any(-1)  # a drafter's NaN or infinity: drafts drawn evenly are as good
         self.q = _even_where(broken, q)
         drafts = draw_without_replacement(self.q, self._uniforms()[0])[0]  # [depth, ranks]

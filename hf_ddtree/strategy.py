@@ -132,9 +132,9 @@ def decode_rounds(
                 break
             root = emission.ids[:, -1:]
             with figures.stage("draft"):
-                logits = drafter.draft(root, context, max_depth=emission.remaining - 1)
+                draft = drafter.draft(emission.ids, context, max_depth=emission.remaining - 1)
             with figures.stage("build"):
-                tree = rule.build(root, logits)
+                tree = rule.build(root, draft)
             with figures.stage("verify"):
                 outputs = target.verify(tree)
 

@@ -1,11 +1,13 @@
 """Draft trees: the data structure, and best-first builders over per-depth marginals.
 
 DDTree, https://arxiv.org/abs/2604.12989: from one distribution per depth, the tree of the `budget` most probable
-prefixes. Leaf module: torch only.
+prefixes. The builders also take distributions that depend on the parent's token. Leaf module: torch only.
 """
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -17,10 +19,19 @@ class Marginals:
     Attributes:
         tokens: [batch, depth, top_k] int64, most probable first.
         log_probs: [batch, depth, top_k] float32, normalised over the full vocabulary, descending.
+        conditional: [batch, depth, top_k, top_k] float32, or None where depths are independent. Entry [b, d, i, j] is
+            the log-probability of token j at index d after token i at index d - 1; the root is token 0 of index -1.
     """
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
+    conditional: torch.Tensor | None = None
+
+    def after(self, index: int, ranks: torch.Tensor) -> torch.Tensor:
+        """[batch, n, top_k] log-probabilities of the tokens at `index` after parents of `ranks` [batch, n]."""
+        if self.conditional is None:
+            return self.log_probs[:, index, None].expand(-1, ranks.shape[1], -1)
+        return self.conditional[:, index].gather(1, ranks[..., None].expand(-1, -1, self.log_probs.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,21 @@ def top_marginals(logits: torch.Tensor, top_k: int) -> Marginals:
     return Marginals(tokens, log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf).clamp(max=0.0))
 
 
+def condition(marginals: Marginals, corrections: torch.Tensor) -> Marginals:
+    """Makes every depth depend on the parent's token, within the depth's own candidates and their total probability.
+
+    Args:
+        corrections: [batch, depth, top_k, top_k], laid out as `Marginals.conditional`; added to the log-probabilities
+            of the children. A NaN counts as no correction.
+    """
+    log_probs = marginals.log_probs[:, :, None]
+    conditional = (log_probs + corrections.float().nan_to_num(nan=0.0)).log_softmax(-1) + log_probs.logsumexp(
+        -1, keepdim=True
+    )
+    conditional = conditional.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    return replace(marginals, conditional=conditional)
+
+
 def build_tree(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
     """The tree of the `budget` most probable prefixes below `root_tokens` [batch, 1]; ties go to the lower rank tuple.
 
@@ -101,10 +127,7 @@ def build_tree(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> 
 
 def build_tree_by_heap(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
     """Algorithm 1 of the paper: pop the best prefix, push its next sibling and its first child."""
-    rows = [
-        _grow_row(tokens, log_probs, budget)
-        for tokens, log_probs in zip(marginals.tokens.tolist(), marginals.log_probs.tolist(), strict=True)
-    ]
+    rows = [_grow_row(marginals, row, budget) for row in range(len(marginals.tokens))]
     tokens, parents, depths, scores = (list(field) for field in zip(*rows, strict=True))
     return _below_root(
         root_tokens,
@@ -115,29 +138,49 @@ def build_tree_by_heap(root_tokens: torch.Tensor, marginals: Marginals, budget: 
     )
 
 
-def _grow_row(
-    tokens: list[list[int]], log_probs: list[list[float]], budget: int
-) -> tuple[list[int], list[int], list[int], list[float]]:
+def _grow_row(marginals: Marginals, row: int, budget: int) -> tuple[list[int], list[int], list[int], list[float]]:
     """Tokens, parents, depths and scores of one row's nodes, the root left out. Scores add up in double precision."""
+    tokens = marginals.tokens[row].tolist()
+    children = _children_of(marginals, row)
     node_tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
     scores: list[float] = []
-    # (-score, rank tuple, parent's node index, parent's score); the rank tuple is unique, so later fields never compare
-    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-log_probs[0][0], (0,), 0, 0.0)]
+    # (-score, rank tuple, place among siblings, parent's node index, parent's score). Rank tuples are unique, so later
+    # fields never compare.
+    rank, log_prob = children(0, 0, 0.0)[0]
+    heap: list[tuple[float, tuple[int, ...], int, int, float]] = [(-log_prob, (rank,), 0, 0, 0.0)]
     while heap and len(scores) < budget:
-        negative_score, ranks, parent, parent_score = heapq.heappop(heap)
-        depth, rank, score = len(ranks), ranks[-1], -negative_score
-        node_tokens.append(tokens[depth - 1][rank])
+        negative_score, ranks, place, parent, parent_score = heapq.heappop(heap)
+        depth, score = len(ranks), -negative_score
+        node_tokens.append(tokens[depth - 1][ranks[-1]])
         parents.append(parent)
         depths.append(depth)
         scores.append(score)
-        if rank + 1 < len(tokens[depth - 1]):
-            sibling = parent_score + log_probs[depth - 1][rank + 1]
-            heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent, parent_score))
+        siblings = children(depth - 1, ranks[-2] if depth > 1 else 0, parent_score)
+        if place + 1 < len(siblings):
+            rank, log_prob = siblings[place + 1]
+            heapq.heappush(heap, (-(parent_score + log_prob), (*ranks[:-1], rank), place + 1, parent, parent_score))
         if depth < len(tokens):
-            heapq.heappush(heap, (-(score + log_probs[depth][0]), (*ranks, 0), len(scores), score))
+            rank, log_prob = children(depth, ranks[-1], score)[0]
+            heapq.heappush(heap, (-(score + log_prob), (*ranks, rank), 0, len(scores), score))
     return node_tokens, parents, depths, scores
+
+
+def _children_of(marginals: Marginals, row: int) -> Callable[[int, int, float], list[tuple[int, float]]]:
+    """A function of a depth's index, the parent's rank and its score: the children as (rank, log-probability), best
+    first. Below an impossible parent all scores tie, so the order is by rank.
+    """
+    independent = [list(enumerate(log_probs)) for log_probs in marginals.log_probs[row].tolist()]
+    if (conditional := marginals.conditional) is None:
+        return lambda index, rank, score: independent[index]
+
+    @cache
+    def after(index: int, rank: int) -> list[tuple[int, float]]:
+        log_probs, order = conditional[row, index, rank].sort(descending=True, stable=True)
+        return list(zip(order.tolist(), log_probs.tolist(), strict=True))
+
+    return lambda index, rank, score: after(index, rank) if score > -torch.inf else independent[index]
 
 
 def build_tree_by_level(root_tokens: torch.Tensor, marginals: Marginals, budget: int) -> Tree:
@@ -148,11 +191,12 @@ def build_tree_by_level(root_tokens: torch.Tensor, marginals: Marginals, budget:
     device = root_tokens.device
     scores = torch.zeros(batch, 1, dtype=torch.float64, device=device)
     ranks = torch.full((batch, 1, max_depth), -1, device=device)  # rank tuples, -1 past their end
+    rank = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # of each of the level's nodes at its own depth
     previous_start, start = 0, 0  # where the parents' level and this level begin among all candidates
     levels = []
     for depth in range(max_depth):
         # Children come in rank-tuple order, so a stable sort settles ties by rank tuple.
-        children = (scores[:, :, None] + marginals.log_probs[:, depth, None].double()).flatten(1)
+        children = (scores[:, :, None] + marginals.after(depth, rank).double()).flatten(1)
         kept = children.argsort(dim=1, descending=True, stable=True)[:, :budget].sort(dim=1).values
         scores, parent, rank = children.gather(1, kept), kept // top_k, kept % top_k
         ranks = ranks.gather(1, parent[..., None].expand(-1, -1, max_depth))

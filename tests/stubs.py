@@ -130,11 +130,11 @@ class StubGenerator(DDTreeCandidateGenerator):
         self.committed = 0
         self.contexts: list = []
 
-    def draft_logits(self, root_tokens: torch.Tensor, context) -> torch.Tensor:
-        real = super().draft_logits(root_tokens, context)
+    def draft_block(self, root_tokens: torch.Tensor, context) -> tuple[torch.Tensor, torch.Tensor]:
+        real, states = super().draft_block(root_tokens, context)
         self.committed = int(context.positions[0, -1]) + 2  # the root included
         self.contexts.append(context)
-        return self.drafter.logits_for(self.committed, real)
+        return self.drafter.logits_for(self.committed, real), states
 
 
 class StubDrafter(DFlashDraftModel):

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation import logits_process as library
 
 from hf_ddtree import DDTreeConfig
+from hf_ddtree.drafting.draft import Draft
 from hf_ddtree.emission import Emission
 from hf_ddtree.rules import make_rule
 
@@ -65,7 +66,8 @@ def text_of(tables, seed, processors, figures, **fields):
         if accepted.finished:
             return emission.ids[0, START.shape[1] :].tolist()
         depth = emission.remaining - 1
-        tree = rule.build(emission.ids[:, -1:], tables.drafts[:, :depth] if depth else None)
+        root = emission.ids[:, -1:]
+        tree = rule.build(root, Draft(root, tables.drafts[:, :depth]) if depth else None)
 
 
 def warpers(temperature=1.0, top_k=VOCAB):
@@ -147,7 +149,7 @@ def test_fault_08_drafts_are_drawn_at_the_draft_temperature(rule, fields, kappa)
     for seed in range(400):
         config = DDTreeConfig(do_sample=True, max_length=9, tree_budget=6, **rule, **fields)
         emission = Emission(START, LogitsProcessorList(), StoppingCriteriaList(), config)
-        tree = make_rule(config, emission, (seed, 0)).build(START[:, -1:], drafts)
+        tree = make_rule(config, emission, (seed, 0)).build(START[:, -1:], Draft(START[:, -1:], drafts))
         for depth in (1, 2):
             counts[depth - 1, tree.tokens[tree.depths == depth][0]] += 1
     for depth in (0, 1):

@@ -94,14 +94,14 @@ def test_fault_66_drafter_cache_equals_one_built_from_scratch(family, kind, draf
     target, reference = family
     stub = make_stub(target, kind, reference, **drafter_layers)
     committed = on_commit(monkeypatch, LONG, lambda *_: None)
-    real, rounds = DDTreeCandidateGenerator.draft_logits, []
+    real, rounds = DDTreeCandidateGenerator.draft_block, []
 
-    def draft_logits(self, root_tokens, context):
-        logits = real(self, root_tokens, context)
+    def draft_block(self, root_tokens, context):
+        logits, states = real(self, root_tokens, context)
         length, block = len(committed) - 1, self.block_size
         fresh = DDTreeCandidateGenerator(stub, target, self.config)
         everything = Context(taps(target, committed[:-1], self.target_layer_ids), torch.arange(length)[None])
-        close(logits, real(fresh, root_tokens, everything))
+        close(logits, real(fresh, root_tokens, everything)[0])
         assert self.cache.get_seq_length() - self.drafted == length
         for layer, scratch in zip(self.cache.layers, fresh.cache.layers, strict=True):
             kept = min(length, WINDOW - 1) if layer.is_sliding else length
@@ -109,9 +109,9 @@ def test_fault_66_drafter_cache_equals_one_built_from_scratch(family, kind, draf
             close(layer.keys[..., rows, :], scratch.keys[..., rows, :])
             close(layer.values[..., rows, :], scratch.values[..., rows, :])
         rounds.append(length)
-        return logits
+        return logits, states
 
-    monkeypatch.setattr(DDTreeCandidateGenerator, "draft_logits", draft_logits)
+    monkeypatch.setattr(DDTreeCandidateGenerator, "draft_block", draft_block)
     tokens = decode(target, stub, LONG, max_new_tokens=16)
     assert tokens[0].tolist() == reference[: LONG.shape[1] + 16].tolist()
     assert len(rounds) >= 2

@@ -42,7 +42,7 @@ def test_fault_39_slot_k_fills_depth_k(max_depth):
     slots = torch.eye(HIDDEN)[None, 10 : 10 + BLOCK]  # slot k says token 10 + k
     drafter.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=9 * slots)
     generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
-    logits = generator.draft(torch.tensor([[3]]), context_of(4), max_depth)
+    logits = generator.draft(torch.tensor([[3]]), context_of(4), max_depth).logits
     assert logits.shape == (1, min(max_depth, BLOCK - 1), 64)
     assert logits[0].argmax(-1).tolist() == [10 + depth for depth in range(1, min(max_depth, BLOCK - 1) + 1)]
 
@@ -72,7 +72,7 @@ def test_get_candidates_is_draft_and_search(target, fields, top_k):
     whole, parts = (DDTreeCandidateGenerator(drafter, target, config) for _ in range(2))
     for context in (context_of(9), Context(context_of(3).hidden_states, torch.arange(9, 12)[None])):
         tree = whole.get_candidates(PROMPT, context, max_depth=5)
-        logits = parts.draft(PROMPT[:, -1:], context, max_depth=5)
+        logits = parts.draft(PROMPT[:, -1:], context, max_depth=5).logits
         assert logits.shape == (1, 5, 64)
         other = build_tree(PROMPT[:, -1:], top_marginals(logits, top_k), 12)
         assert tree.num_nodes == (6 if top_k == 1 else 13) and tree.tokens[0, 0] == PROMPT[0, -1]
@@ -84,7 +84,9 @@ def test_get_candidates_is_draft_and_search(target, fields, top_k):
 def test_draft_logits_go_through_the_targets_softcap():
     plain, capped = make_target("gemma3"), make_target("gemma3", final_logit_softcapping=2.0)
     before, after = (
-        DDTreeCandidateGenerator(make_drafter(model), model, DDTreeConfig()).draft_logits(PROMPT[:, -1:], context_of(6))
+        DDTreeCandidateGenerator(make_drafter(model), model, DDTreeConfig()).draft_block(PROMPT[:, -1:], context_of(6))[
+            0
+        ]
         for model in (plain, capped)
     )
     torch.testing.assert_close(after, 2.0 * torch.tanh(before / 2.0))

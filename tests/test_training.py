@@ -11,7 +11,7 @@ from hf_ddtree import DDTreeConfig
 from hf_ddtree.drafting import DDTreeCandidateGenerator
 from hf_ddtree.target import Context
 from hf_ddtree.training.data import HELD_EVERY, TokenSequence, compute_features, read_sequences
-from hf_ddtree.training.evaluation import held_acceptance
+from hf_ddtree.training.evaluation import held_acceptance, held_configs
 from hf_ddtree.training.initialise import drafter_from_target
 from hf_ddtree.training.objective import RestrictedHead, block_loss, build_batch, draft_hidden_states
 from hf_ddtree.training.trainer import Trainer, TrainingSettings
@@ -55,7 +55,7 @@ def test_fault_40_training_and_inference_draft_the_same(target, features):
         trained = target.lm_head(draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0, 1])
         generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
         context = Context(item.context[None, :anchor], torch.arange(anchor)[None])
-        drafted = generator.draft_logits(item.sequence.tokens[None, anchor : anchor + 1], context)[0]
+        drafted = generator.draft_block(item.sequence.tokens[None, anchor : anchor + 1], context)[0][0]
     torch.testing.assert_close(trained, drafted)
 
 
@@ -78,7 +78,7 @@ def test_loss_is_the_plain_cross_entropy(target, features):
 
 def test_held_acceptance_is_what_decoding_has(target, features):
     drafter = make_drafter(target)
-    predicted = held_acceptance(drafter, target, features, budgets=(16,))["tree-16"]
+    predicted = held_acceptance(drafter, target, features, held_configs(drafter))["tree-16"]
     committed = rounds = 0
     for item in features:
         answer = item.sequence.answer_length
@@ -105,7 +105,7 @@ def tapped(target):
 
 def test_it_learns_a_small_text(target, tapped, tmp_path):
     trainer = make_trainer(target, tapped, tmp_path)
-    before = held_acceptance(trainer.drafter, target, tapped)["tree-16"]
+    before = held_acceptance(trainer.drafter, target, tapped, held_configs(trainer.drafter))["tree-16"]
     losses = [trainer.train_step() for _ in range(150)]
     after = trainer.evaluate(losses[-1])["tree-16"]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import logits_process as library
 
 from hf_ddtree import DDTreeConfig
+from hf_ddtree.drafting.draft import Draft
 from hf_ddtree.emission import Emission
 from hf_ddtree.noise import gumbel_noise, stream_key
 from hf_ddtree.rules import WalkRule
@@ -77,7 +78,7 @@ def test_tree_of_the_coupled_draft(fields, scale, kappa, sampling, padding):
     expected = best_prefixes(((logits[0].double() + scale * 0.7 * noise) / kappa).log_softmax(-1), budget=17)
     settings = {"do_sample": sampling, "temperature": 0.7, "tree_budget": 17, **fields}
     rule = make_walk((21, 0) if sampling else None, padding=padding, **settings)
-    actual = prefixes_of(rule.build(PROMPT[:, -1:], logits))
+    actual = prefixes_of(rule.build(PROMPT[:, -1:], Draft(PROMPT[:, -1:], logits)))
     assert actual.keys() == expected.keys()
     assert actual == pytest.approx(expected, abs=1e-5)
 

@@ -5,6 +5,7 @@ replaying the rounds over it: no target forward per setting.
 """
 
 import itertools
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
+from ..drafting.corrections import Corrections
 from ..models import DFlashDraftModel
 from ..noise import NoiseRows
 from ..processors import plain_sampling_processors
 from ..training.data import TokenSequence, compute_features
-from ..training.evaluation import draft_logits_over, rounds_over_text
+from ..training.evaluation import drafts_over
 from .statistics import ratio_of_sums, rounded, with_error
 
 SCALES = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25)
@@ -42,16 +44,15 @@ def scan(
         if text.answer_length < 2:
             continue
         (item,) = compute_features(target, [text], drafter.config.target_layer_ids)
-        logits = draft_logits_over(drafter, target, item).float()  # [anchors, depth, vocab]
-        anchors, depth, _ = logits.shape
-        start = text.prompt_length
-        answer = text.tokens[start:].tolist()
-        rows = torch.stack(NoiseRows(seed)(start + 1, anchors + depth - 1, like=logits)).float()
+        drafts = drafts_over(drafter, target, item)
+        anchors, depth, _ = drafts.logits.shape
+        rows = torch.stack(NoiseRows(seed)(text.prompt_length + 1, anchors + depth - 1, like=drafts.logits)).float()
         noise = config.sampling_temperature * rows.unfold(0, depth, 1).transpose(1, 2)  # as logits
+        corrections = Corrections(drafter, target, config)
         for scale, temperature in settings:
-            drafts = (logits + scale * noise) / temperature
-            lengths = rounds_over_text(answer, drafts, config.candidates_per_depth, config.tree_budget)
-            rounds[scale, temperature].append(lengths)
+            setting = copy(config)
+            setting.draft_temperature = temperature
+            rounds[scale, temperature].append(drafts.rounds(setting, corrections, scale * noise))
     return [_row(setting, texts) for setting, texts in rounds.items()]
 
 

@@ -10,7 +10,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..configuration import DDTreeConfig
 from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, head_logits, noise_embeddings
 from ..target import Context
-from ..tree import Tree, build_tree, root_tree, top_marginals
+from ..tree import Tree, build_tree, root_tree
+from .corrections import Corrections
+from .draft import Draft
 
 
 class DDTreeCandidateGenerator(CandidateGenerator):
@@ -35,6 +37,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.cache = DFlashCache(config=drafter.config)
         self.cache.activate_past_recording()
         self.drafted = 0  # length of the noise block that the cache still holds
+        self.corrections = Corrections(drafter, target, config)
+        calibrated = drafter.config.depth_temperatures
+        self.temperatures = None if calibrated is None else torch.tensor(calibrated, device=target.device)[:, None]
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -43,18 +48,19 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
         """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
-        root_tokens = input_ids[:, -1:]
-        logits = self.draft(root_tokens, context, max_depth)
-        if logits is None:
-            return root_tree(root_tokens)
-        marginals = top_marginals(logits, self.config.candidates_per_depth)
-        return build_tree(root_tokens, marginals, self.config.tree_budget)
+        root = input_ids[:, -1:]
+        draft = self.draft(input_ids, context, max_depth)
+        return (
+            root_tree(root)
+            if draft is None
+            else build_tree(root, draft.marginals(self.config), self.config.tree_budget)
+        )
 
-    def draft(self, root_tokens: torch.Tensor, context: Context, max_depth: int) -> torch.Tensor | None:
-        """Logits [1, depth, vocab] of the tokens after the root, each depth by itself.
+    def draft(self, input_ids: torch.Tensor, context: Context, max_depth: int) -> Draft | None:
+        """Drafts for the tokens after the root.
 
         Args:
-            root_tokens: [1, 1] the last committed token.
+            input_ids: [1, length] the text so far, the root last.
             context: the tokens committed since the last call, all but the last.
             max_depth: no deeper than this is of use: what is left to generate, less the bonus token.
 
@@ -64,10 +70,16 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         depth = min(self.block_size - 1, max_depth)
         if depth < 1 or self.config.tree_budget == 0:
             return None
-        return self.draft_logits(root_tokens, context)[:, :depth]
+        root = input_ids[:, -1:]
+        logits, states = self.draft_block(root, context)
+        return Draft(root, logits, self.corrections(input_ids[0], states), self.temperatures).cut(depth)
 
-    def draft_logits(self, root_tokens: torch.Tensor, context: Context) -> torch.Tensor:
-        """[1, block_size - 1, vocab]: one drafter forward through the target's embedding and head."""
+    def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """One drafter forward through the target's embedding and head.
+
+        Returns:
+            Logits [1, block_size - 1, vocab] and the drafter's states [block_size - 1, hidden] that they come from.
+        """
         device = self.drafter.device
         noise_ids = root_tokens.new_full((1, self.block_size), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
@@ -87,8 +99,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         self.drafted = self.block_size
 
-        drafts = hidden[0, 1:].to(root_tokens.device, self.target.dtype)
-        return head_logits(self.target, drafts)[None].to(root_tokens.device)
+        states = hidden[0, 1:]
+        logits = head_logits(self.target, states.to(root_tokens.device, self.target.dtype))
+        return logits[None].to(root_tokens.device), states
 
 
 def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -> None:
@@ -113,6 +126,11 @@ def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -
                 "Use a drafter made for this one."
             )
     ours.check_mask_token(theirs.vocab_size)
+    if config.draft_transition and not ours.transition_rank:
+        raise ValueError(
+            "`draft_transition` is True and the drafter has no transition; leave it unset, or train a drafter with one "
+            "(`hf-ddtree train`)."
+        )
     if max(ours.target_layer_ids) >= layers:
         raise ValueError(
             f"The drafter's `target_layer_ids` is {ours.target_layer_ids}, but the target has layers 0..{layers - 1}. "

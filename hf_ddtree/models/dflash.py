@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, Cache, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import DFlashCache
-from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,14 +25,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import logging
 
-from .dflash_config import DFlashConfig
+from .dflash_config import CAUSAL_LAYER_TYPES, DFlashConfig
+from .layouts import TENSOR_NAMES, target_copies
+from .transition import Transition
+
+logger = logging.get_logger(__name__)
 
 # Mask functions call the cache `cache` from transformers 5.24 on, `past_key_values` before.
 MASK_CACHE_NAME = "cache" if "cache" in inspect.signature(create_bidirectional_mask).parameters else "past_key_values"
-
-# The library's own assistant layout -> the published layout.
-ASSISTANT_LAYOUT_NAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
 
 
 class DFlashAttention(nn.Module):
@@ -38,8 +46,8 @@ class DFlashAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
-        self.is_causal = False
         sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.is_causal = config.layer_types[layer_idx] in CAUSAL_LAYER_TYPES[config.causal_layers]
         self.sliding_window = config.sliding_window if sliding else None
 
         query_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
@@ -120,17 +128,26 @@ class DFlashDraftModel(PreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        rank = config.transition_rank
+        self.transition = Transition(config.hidden_size, rank, config.rms_norm_eps) if rank else None
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Transition):
+            init.zeros_(module.up_proj.weight)  # changes nothing until it is trained
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads either checkpoint layout, without remote code.
+        """Loads a checkpoint in any layout of docs/interchange.md, without remote code.
 
         Raises:
-            ValueError: the config lacks a field (see `DFlashConfig`) or the checkpoint lacks a tensor.
+            ValueError: the config lacks a field or has one that is not honoured (see `DFlashConfig`), or the checkpoint
+                lacks a tensor or has one that is not the drafter's.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs.setdefault("key_mapping", ASSISTANT_LAYOUT_NAMES)
+        kwargs.setdefault("key_mapping", TENSOR_NAMES)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         random = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
         if random:
@@ -138,6 +155,8 @@ class DFlashDraftModel(PreTrainedModel):
                 f"`{pretrained_model_name_or_path}` lacks the drafter tensors {random}, or has them in another shape; "
                 "they would be random. Check that the checkpoint is complete and that its config fits it."
             )
+        if copies := target_copies(info["unexpected_keys"]):
+            logger.warning(f"Not used: {copies}. Drafts go through the target's own embedding and head.")
         model._weight_conversions = None  # `save_pretrained` would undo the renaming; it must write the published names
         return (model, info) if wants_info else model
 
@@ -205,10 +224,11 @@ class DFlashDraftModel(PreTrainedModel):
             "attention_mask": attention_mask,
             MASK_CACHE_NAME: cache,
         }
-        makers = {"full_attention": create_bidirectional_mask}
+        makers = {"full_attention": (create_causal_mask, create_bidirectional_mask)}
         if self.config.sliding_window:
-            makers["sliding_attention"] = create_bidirectional_sliding_window_mask
-        return {layer_type: make(**inputs) for layer_type, make in makers.items()}
+            makers["sliding_attention"] = (create_sliding_window_causal_mask, create_bidirectional_sliding_window_mask)
+        causal = CAUSAL_LAYER_TYPES[self.config.causal_layers]
+        return {kind: pair[kind not in causal](**inputs) for kind, pair in makers.items()}
 
 
 def head_logits(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers.utils.logging import get_logger, tqdm
 
 from ..models.dflash import DFlashDraftModel
 from .data import TargetFeatures
-from .evaluation import held_acceptance
+from .evaluation import held_acceptance, held_configs
 from .objective import RestrictedHead, block_loss, build_batch, draft_hidden_states
 
 logger = get_logger(__name__)
@@ -150,7 +150,7 @@ class Trainer:
         """Acceptance on held text, logged and appended to log.jsonl."""
         self.drafter.eval()
         with torch.autocast("cpu", torch.bfloat16):
-            acceptance = held_acceptance(self.drafter, self.target, self.held)
+            acceptance = held_acceptance(self.drafter, self.target, self.held, held_configs(self.drafter))
         self.drafter.train()
         rounded = {name: round(value, 3) for name, value in acceptance.items()}
         record = {"step": self.step, "minutes": round(self.elapsed / 60, 1), "loss": round(loss, 3), **rounded}

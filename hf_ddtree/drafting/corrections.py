@@ -1,0 +1,187 @@
+"""Sources of path-conditional corrections: the drafter's own transition, a table of bigrams, the running text.
+
+Each is a function of parents [depth, k] and children [depth, k], both int64, to what is added to the children's draft
+logits, [depth, k, k] float32 (`Correction` in draft.py).
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration import DDTreeConfig
+from ..models.dflash import DFlashDraftModel, head_logits, noise_embeddings
+from .draft import Correction
+
+
+class Corrections:
+    """The sources that a config asks for.
+
+    Args:
+        drafter: whose transition is used, if it has one.
+        target: gives the embeddings of parents and the head's rows of children.
+        config: which sources, and their weights.
+
+    Raises:
+        ValueError: the table can't be read.
+    """
+
+    def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig):
+        self.drafter, self.target, self.config = drafter, target, config
+        self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        self.table = None if config.draft_table is None else BigramTable.load(config.draft_table, self.vocab_size)
+
+    def __call__(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[Correction, ...]:
+        """Corrections of a draft.
+
+        Args:
+            ids: [length] the text so far, the root last.
+            states: [depth, hidden] the drafter's states, one per depth.
+        """
+        config = self.config
+        sources: list[Correction] = []
+        if self.drafter.transition is not None and config.draft_transition is not False:
+            sources.append(partial(_transition, self.drafter, self.target, states))
+        if self.table is not None:
+            sources.append(self.table.correction(config.draft_table_weight))
+        if config.draft_text_weight:
+            sources.append(running_text_correction(ids, self.vocab_size, config.draft_text_weight))
+        return tuple(sources)
+
+
+def _transition(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    states: torch.Tensor,
+    parents: torch.Tensor,
+    children: torch.Tensor,
+) -> torch.Tensor:
+    depth, k = children.shape
+    correction = torch.zeros(depth, k, k, device=children.device)
+    if depth < 2:  # the root, parent of the first depth, is in the noise block: the drafter knows it
+        return correction
+    assert drafter.transition is not None
+    states = states[1:depth, None]  # [depth - 1, 1, hidden]
+    embeddings = noise_embeddings(target.get_input_embeddings(), parents[1:]).to(states.device, states.dtype)
+    change = drafter.transition(states, embeddings)
+    correction[1:] = logits_of_change(target, states, change, children[1:])
+    return correction
+
+
+def logits_of_change(
+    target: PreTrainedModel, states: torch.Tensor, change: torch.Tensor, children: torch.Tensor
+) -> torch.Tensor:
+    """[depth, k, children] float32: what `change` adds to the logits of `children`.
+
+    Args:
+        states: [depth, 1, hidden]. change: [depth, k, hidden]. children: [depth, children] token ids.
+    """
+    head = target.get_output_embeddings()
+    softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+    if is_plain_linear(head) and softcap is None:
+        rows = head.weight[children.to(head.weight.device)].to(change.device, change.dtype)  # [depth, children, hidden]
+        return (change @ rows.transpose(1, 2)).float().to(children.device)
+    # Quantised, sharded or softcapped heads can only be called: the whole vocabulary, then the children's.
+    chosen = children[:, None].expand(-1, change.shape[1], -1)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        whole = head_logits(target, hidden.flatten(0, 1).to(target.device, target.dtype)).float()
+        return whole.view(*hidden.shape[:2], -1).to(children.device)
+
+    return logits(states + change).gather(2, chosen) - logits(states).expand(-1, change.shape[1], -1).gather(2, chosen)
+
+
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether the rows of the head's weight may be read: torch's own linear layer in floating point, without hooks."""
+    return (
+        type(head) is nn.Linear
+        and head.weight.is_floating_point()
+        and head.weight.device.type != "meta"
+        and not hasattr(head, "_hf_hook")
+    )
+
+
+class BigramTable:
+    """Pointwise mutual information of neighbouring tokens: log P(child | parent) - log P(child), smoothed.
+
+    Made by `hf-ddtree table`; works with any drafter. P(child | parent) = (pairs + m P(child)) / (parents + m), the
+    Dirichlet prior of language modelling (Zhai and Lafferty, 2004), so an unseen pair costs log((parents + m) / m).
+
+    Attributes:
+        keys: [pairs] int64, parent * vocab + child, ascending.
+        values: [pairs] float32, of the pairs seen.
+        parents: [rows] int64, ascending. unseen: [rows] float32, of pairs not seen after each of them.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, unseen: torch.Tensor, vocab_size: int
+    ):
+        self.keys, self.values, self.parents, self.unseen = keys, values, parents, unseen
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, path: str | Path, vocab_size: int) -> "BigramTable":
+        """Reads a table.
+
+        Raises:
+            ValueError: no such file, not a bigram table, or of another vocabulary.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in ("keys", "values", "parents", "unseen")}
+        except Exception as error:
+            raise ValueError(
+                f"`draft_table` is {str(path)!r}, no bigram table ({error}); make one with `hf-ddtree table`."
+            ) from error
+        if (other := int(metadata.get("vocab_size", -1))) != vocab_size:
+            raise ValueError(
+                f"`draft_table` {str(path)!r} is of a vocabulary of {other} tokens and the target's has {vocab_size}; "
+                "make one for this target with `hf-ddtree table`."
+            )
+        values = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        return cls(**{**tensors, **values}, vocab_size=vocab_size)
+
+    def correction(self, weight: float) -> Correction:
+        """The table's values times `weight`."""
+        return lambda parents, children: weight * self.lookup(parents, children)
+
+    def lookup(self, parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
+        """[depth, k, children]: the values of all pairs; 0 after a parent that the text did not have."""
+        self._move(children.device)
+        pairs = parents[:, :, None] * self.vocab_size + children[:, None]
+        found, place = _find(self.keys, pairs)
+        known, row = _find(self.parents, parents)
+        unseen = torch.where(known, self.unseen[row], 0.0)[:, :, None]
+        return torch.where(found, self.values[place], unseen)
+
+    def _move(self, device: torch.device) -> None:
+        if self.keys.device != device:
+            for name in ("keys", "values", "parents", "unseen"):
+                setattr(self, name, getattr(self, name).to(device))
+
+
+def _find(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each of `wanted` is in `ordered` [n], and where."""
+    place = torch.searchsorted(ordered, wanted).clamp(max=len(ordered) - 1)
+    return ordered[place] == wanted, place
+
+
+def running_text_correction(ids: torch.Tensor, vocab_size: int, weight: float) -> Correction:
+    """`weight` * log(1 + times that the child followed the parent in the text so far).
+
+    Args:
+        ids: [length] prompt and output. Sorting its pairs takes time in proportion to the length: 0.1 ms for 1,000.
+    """
+    pairs = (ids[:-1] * vocab_size + ids[1:]).sort().values
+
+    def correct(parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
+        keys = parents[:, :, None] * vocab_size + children[:, None]
+        counts = torch.searchsorted(pairs, keys, right=True) - torch.searchsorted(pairs, keys)
+        return weight * counts.float().log1p()
+
+    return correct

@@ -1,0 +1,64 @@
+"""What one drafter forward says about the coming tokens, and the distributions that a tree is built from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..configuration import DDTreeConfig
+from ..tree import Marginals, condition, top_marginals
+
+# Given the parents [depth, k] and their possible children [depth, k], what being after a parent adds to the draft logit
+# of a child, [depth, k, k]. At the first depth all parents are the root.
+Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Fewer candidates than this leave a correction too little to choose from where the budget is small.
+CORRECTED_CANDIDATES = 32
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafts for the tokens after a root.
+
+    Attributes:
+        root: [1, 1] the last committed token.
+        logits: [1, depth, vocab], each depth by itself.
+        corrections: what is known of a token after its parent; none where depths are taken for independent.
+        temperatures: [depth, 1] calibrated temperature of each depth's logits, or None for 1.
+    """
+
+    root: torch.Tensor
+    logits: torch.Tensor
+    corrections: tuple[Correction, ...] = ()
+    temperatures: torch.Tensor | None = None
+
+    def cut(self, depth: int) -> "Draft":
+        """The same without what is deeper than `depth`."""
+        if depth >= self.logits.shape[1]:
+            return self
+        temperatures = None if self.temperatures is None else self.temperatures[:depth]
+        return replace(self, logits=self.logits[:, :depth], temperatures=temperatures)
+
+    def marginals(self, config: DDTreeConfig, noise: torch.Tensor | None = None) -> Marginals:
+        """The candidates of each depth and their log-probabilities under (logits + noise + correction) / temperature.
+
+        Args:
+            noise: [depth, vocab] the target's sampling noise, scaled as logits; None = none.
+        """
+        logits = self.logits.float()
+        if noise is not None:
+            logits = logits + noise
+        temperature = torch.tensor(config.tree_temperature, device=logits.device)
+        if config.draft_temperature is None and self.temperatures is not None:
+            temperature = self.temperatures
+        candidates = config.candidates_per_depth
+        corrected = bool(self.corrections) and config.tree_shape == "best_first"
+        if corrected and config.tree_top_k is None:
+            candidates = max(candidates, CORRECTED_CANDIDATES)
+        marginals = top_marginals(logits / temperature, candidates)
+        if not corrected:
+            return marginals
+        children = marginals.tokens[0]
+        parents = torch.cat([self.root.expand(1, children.shape[1]), children[:-1]])
+        total = sum(correction(parents, children) for correction in self.corrections)
+        return condition(marginals, (total / temperature[..., None])[None])
