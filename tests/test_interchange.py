@@ -3,7 +3,6 @@
 The layouts are facts about those projects; docs/interchange.md names the sources.
 """
 
-import itertools
 import json
 
 import pytest
@@ -205,51 +204,6 @@ CAUSAL = {
 @pytest.mark.parametrize("config, causal", CAUSAL.values(), ids=CAUSAL)
 def test_causal_layers_are_read(tmp_path, config, causal):
     assert DFlashConfig.from_pretrained(write(tmp_path, config, {})).causal_layers == causal
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("context", [1, 6, 8, 20])
-@pytest.mark.parametrize("causal", ["sliding", "all"])
-def test_causal_layers_equal_a_dense_mask(target, causal, context, attention):
-    """A causal window holds `sliding_window` keys, the slot's own included."""
-    shape = {"layer_types": LAYER_TYPES["mixed"], "sliding_window": WINDOW, "causal_layers": causal}
-    drafter = shaken(make_drafter(target, **shape))
-    drafter.set_attn_implementation(attention)
-    distance = torch.arange(context, context + BLOCK)[:, None] - torch.arange(context + BLOCK)[None]
-    hidden = {"sliding_attention": (distance < 0) | (distance >= WINDOW), "full_attention": distance < 0}
-    if causal == "sliding":
-        hidden["full_attention"] = torch.zeros_like(distance, dtype=torch.bool)
-    low = torch.finfo(torch.float32).min
-    masks = {kind: torch.zeros(1, 1, *distance.shape).masked_fill(where, low) for kind, where in hidden.items()}
-    actual = run(drafter, **inputs(context))
-    torch.testing.assert_close(actual, run(drafter, **inputs(context), attention_mask=masks), atol=1e-5, rtol=1e-5)
-    both_ways = make_drafter(target, **{**shape, "causal_layers": "none"})
-    both_ways.load_state_dict(drafter.state_dict())
-    assert not torch.allclose(actual, run(both_ways, **inputs(context)), atol=1e-3)
-
-
-@pytest.mark.parametrize("causal", ["sliding", "all"])
-@pytest.mark.parametrize("cuts", [(0, 20), (0, 3, 4, 12, 20), tuple(range(21))], ids=str)
-def test_causal_layers_with_a_cache_equal_one_call(target, causal, cuts):
-    shape = {"layer_types": LAYER_TYPES["mixed"], "sliding_window": WINDOW, "causal_layers": causal}
-    drafter = shaken(make_drafter(target, **shape))
-    cache = DFlashCache(config=drafter.config)
-    cache.activate_past_recording()
-    whole = inputs(20)
-    for start, end in itertools.pairwise(cuts):
-        if start:
-            cache.crop(-BLOCK)
-        cache.set_previous_accepted_tokens(end - start)
-        part = {**whole, "context_hidden_states": whole["context_hidden_states"][:, start:end]}
-        positions = torch.arange(start, end + BLOCK)[None]
-        output = run(drafter, **part, position_ids=positions, **{MASK_CACHE_NAME: cache})
-        upto = {**whole, "context_hidden_states": whole["context_hidden_states"][:, :end]}
-        torch.testing.assert_close(output, run(drafter, **upto), atol=1e-5, rtol=1e-5)
-
-
-def test_unknown_causal_layers_raise(target):
-    with pytest.raises(ValueError, match=r"`causal_layers` is 'some'"):
-        make_drafter(target, causal_layers="some")
 
 
 # Refusals
