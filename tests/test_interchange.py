@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stubs import BLOCK, HIDDEN, LAYER_TYPES, WINDOW, decode, greedy, make_drafter, make_target
-from test_drafter import PROMPT, inputs, run, shaken
+from test_drafter import PROMPT, ROPES, inputs, run, shaken
 from transformers import MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
@@ -262,11 +262,13 @@ def test_tensors_of_other_drafters_are_refused(drafter, tmp_path, name):
 # Writing
 
 
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("layers", ["full", "mixed"])
 @pytest.mark.parametrize("layout", ["published", "assistant", "speculators"])
-def test_round_trip(target, tmp_path, layout, layers):
+def test_round_trip(target, tmp_path, layout, layers, rope):
     source, out = tmp_path / "source", tmp_path / "out"
-    drafter = shaken(make_drafter(target, layer_types=LAYER_TYPES[layers], sliding_window=WINDOW, **ROPE))
+    shape = {"layer_types": LAYER_TYPES[layers], "sliding_window": WINDOW, "rope_parameters": rope}
+    drafter = shaken(make_drafter(target, **shape))
     drafter.save_pretrained(source)
     assert export_drafter(source, out, layout) == out
     again = DFlashDraftModel.from_pretrained(out)
