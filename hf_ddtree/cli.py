@@ -1,4 +1,4 @@
-"""`hf-ddtree demo | generate | bench | train`."""
+"""`hf-ddtree demo | generate | bench`, and the commands about drafters."""
 
 import argparse
 import json
@@ -10,8 +10,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .benchmark import race
+from .benchmark.drafter import bench_drafter
 from .benchmark.prompts import PROMPTS
 from .benchmark.sampling import bench
+from .cli_drafters import add_drafter_commands
 from .configuration import DDTreeConfig
 from .models import DFlashDraftModel
 from .models.smollm2 import load_smollm2, smollm2_path
@@ -49,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_run_generate)
 
     bench = commands.add_parser("bench", help="measure: tables, and JSON on the last line")
-    bench.add_argument("what", choices=["sampling"], help="sampling: acceptance and speed by temperature")
+    bench.add_argument(
+        "what",
+        choices=["sampling", "drafter"],
+        help="sampling: acceptance and speed by temperature; drafter: what its path-conditional parts are worth",
+    )
     bench.add_argument("--model", default="smollm2", help="folder or Hub name of the target (smollm2, of the demo)")
     bench.add_argument("--drafter", default=str(DEMO_DRAFTER), help="folder or Hub name of its drafter (the demo's)")
     bench.add_argument(
@@ -61,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--prompts", type=_positive, default=12, help="how many (12)")
     bench.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0, 1.5], help="(0.3 0.7 1.0 1.5)")
     bench.add_argument("--scan", action="store_true", help="also scan draft_noise_scale and draft_temperature")
+    bench.add_argument("--table", type=Path, help="drafter: a bigram table to measure too")
+    bench.add_argument("--plot", type=Path, help="drafter: write a reliability plot here (.png)")
     bench.add_argument("--json", type=Path, help="write the JSON here too")
     bench.set_defaults(run=_run_bench)
 
@@ -75,27 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             "--repeats", type=_positive, default=repeats, help=f"timed runs per prompt and method ({repeats})"
         )
 
-    train = commands.add_parser("train", help="train a drafter on a target's own text")
-    train.add_argument("--model", required=True, help="target: a folder, a Hub name, or `smollm2`")
-    train.add_argument(
-        "--data", required=True, type=Path, help='JSON lines, .gz or not: {"p": prompt ids, "g": answer ids, "t": T}'
-    )
-    train.add_argument("--out", required=True, type=Path, help="folder for the drafter, checkpoint.pt and log.jsonl")
-    train.add_argument(
-        "--minutes", type=float, default=60.0, help="of training steps; features and evaluation come on top"
-    )
-    train.add_argument("--layers", type=int, default=4)
-    train.add_argument("--block-size", type=int, default=8)
-    train.add_argument("--mask-token-id", type=int, required=True, help="a token that text does not use")
-    train.add_argument(
-        "--target-layer-ids",
-        type=int,
-        nargs="+",
-        help="layers whose outputs the drafter reads (default: 4, evenly spaced)",
-    )
-    train.add_argument("--learning-rate", type=float)
-    train.add_argument("--no-resume", action="store_true", help="start over although --out holds a checkpoint")
-    train.set_defaults(run=_run_train)
+    add_drafter_commands(commands)
     return parser
 
 
@@ -128,16 +116,14 @@ def _run_bench(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="auto")
     drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
-    held = read_sequences(options.data)[1][: options.prompts]
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"`--json {options.json}` is in no folder there is; make it first.")
+    held = read_sequences(options.data)[1]
+    if options.what == "drafter":
+        texts = [each for each in held if each.greedy and each.answer_length > 1][: options.prompts]
+        return bench_drafter(target, drafter, texts, options)
+    held = held[: options.prompts]
     return bench(target, drafter, [sequence.tokens[: sequence.prompt_length] for sequence in held], options)
-
-
-def _run_train(options: argparse.Namespace) -> int:
-    from .training.run import train_drafter
-
-    transformers.logging.enable_progress_bar()
-    train_drafter(options)
-    return 0
 
 
 def _show(

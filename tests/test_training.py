@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from stubs import VOCAB, make_drafter, make_target
 
 from hf_ddtree import DDTreeConfig
@@ -12,9 +13,10 @@ from hf_ddtree.drafting import DDTreeCandidateGenerator
 from hf_ddtree.target import Context
 from hf_ddtree.training.data import HELD_EVERY, TokenSequence, compute_features, read_sequences
 from hf_ddtree.training.evaluation import held_acceptance, held_configs
+from hf_ddtree.training.features import FeatureStore
 from hf_ddtree.training.initialise import drafter_from_target
-from hf_ddtree.training.objective import RestrictedHead, block_loss, build_batch, draft_hidden_states
-from hf_ddtree.training.trainer import Trainer, TrainingSettings
+from hf_ddtree.training.objective import BlockLoss, RestrictedHead, build_batch, draft_hidden_states, row_weights
+from hf_ddtree.training.trainer import Trainer, TrainingData, TrainingSettings
 
 PROMPT = 6
 
@@ -60,20 +62,29 @@ def test_fault_40_training_and_inference_draft_the_same(target, features):
 
 
 def test_loss_is_the_plain_cross_entropy(target, features):
-    drafter = make_drafter(target)
-    head = RestrictedHead(target.lm_head.weight, torch.arange(VOCAB))
-    batch = build_batch(features[:2], torch.tensor([[8, 11], [7, 20]]), 8, 5)
-    hidden = draft_hidden_states(drafter, target.get_input_embeddings(), batch).detach().requires_grad_(True)
+    """And so are its gradients; positions with a parent go through the transition, the first depth never."""
+    drafter = make_drafter(target, transition_rank=4)
+    torch.nn.init.normal_(drafter.transition.up_proj.weight)
+    embedding, batch = target.get_input_embeddings(), build_batch(features[:2], torch.tensor([[8, 11], [7, 20]]), 8, 5)
+    with_parent = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    known = batch.labels >= 0
 
-    weights = torch.exp(-torch.arange(7.0) / 4).expand(2, 2, 7)[batch.labels >= 0]
-    logits = target.lm_head(hidden[batch.labels >= 0])
-    soft = 0.8 * target.lm_head(batch.final[batch.labels >= 0]).softmax(-1)
-    soft = soft + 0.2 * torch.nn.functional.one_hot(batch.labels[batch.labels >= 0], VOCAB)
-    losses = torch.nn.functional.cross_entropy(logits, soft.detach(), reduction="none")
+    hidden = draft_hidden_states(drafter, embedding, batch)
+    parents = torch.cat([batch.labels[:, :, :1], batch.labels[:, :, :-1]], dim=-1).clamp(min=0)
+    seen = with_parent & (torch.arange(7) > 0)
+    changed = torch.where(seen[..., None], hidden + drafter.transition(hidden, embedding(parents)), hidden)
+    weights = torch.exp(-torch.arange(7.0) / 4).expand(2, 2, 7)[known]
+    soft = 0.8 * target.lm_head(batch.final[known]).softmax(-1)
+    soft = soft + 0.2 * torch.nn.functional.one_hot(batch.labels[known], VOCAB)
+    losses = torch.nn.functional.cross_entropy(target.lm_head(changed[known]), soft.detach(), reduction="none")
     expected = (weights * losses).sum() / weights.sum()
-    loss = block_loss(hidden, batch, head, distillation=0.8, decay=4.0)
+
+    head = RestrictedHead(target.lm_head.weight, torch.arange(VOCAB))
+    total = float(row_weights(head.columns(batch.labels), 4.0).sum())
+    loss = BlockLoss(drafter, embedding, head, distillation=0.8, decay=4.0)(batch, with_parent, total)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden))
+    parameters = list(drafter.parameters())
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters))
 
 
 def test_held_acceptance_is_what_decoding_has(target, features):
@@ -91,11 +102,13 @@ def test_held_acceptance_is_what_decoding_has(target, features):
     assert predicted == pytest.approx(committed / rounds)
 
 
-def make_trainer(target, features, out, minutes=0.1, learning_rate=1e-2):
+def make_trainer(target, features, out, accelerator=None, **settings):
     torch.manual_seed(0)
-    drafter = drafter_from_target(target, 2, 8, 5, [0, 1])
-    settings = TrainingSettings(minutes=minutes, rows=4, blocks=8, min_count=1, learning_rate=learning_rate)
-    return Trainer(drafter, target, features, features[:4], out, settings)
+    drafter = drafter_from_target(target, 2, block_size=8, mask_token_id=5, target_layer_ids=[0, 1], transition_rank=8)
+    settings = {"steps": 150, "minutes": None, "rows": 4, "blocks": 8, "min_count": 1, **settings}
+    store = FeatureStore(target, [item.sequence for item in features], [0, 1], None, 0)
+    data = TrainingData(store, features[:4])
+    return Trainer(drafter, target, data, out, TrainingSettings(**settings), accelerator or Accelerator(cpu=True))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +120,7 @@ def test_it_learns_a_small_text(target, tapped, tmp_path):
     trainer = make_trainer(target, tapped, tmp_path)
     before = held_acceptance(trainer.drafter, target, tapped, held_configs(trainer.drafter))["tree-16"]
     losses = [trainer.train_step() for _ in range(150)]
-    after = trainer.evaluate(losses[-1])["tree-16"]
+    after = trainer.evaluate()["tree-16"]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert after > before + 0.5
     assert json.loads((tmp_path / "log.jsonl").read_text())["tree-16"] == after
@@ -118,7 +131,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(target, tapped, tmp_path):
     losses = [whole.train_step() for _ in range(6)]
     first = make_trainer(target, tapped, tmp_path / "parts")
     assert [first.train_step() for _ in range(3)] == losses[:3]
-    first.save_checkpoint()
+    first.save()
     second = make_trainer(target, tapped, tmp_path / "parts")
     assert second.resume()
     assert [second.train_step() for _ in range(3)] == losses[3:]
@@ -128,7 +141,7 @@ def test_a_diverging_run_says_so(target, tapped, tmp_path):
     trainer = make_trainer(target, tapped, tmp_path)
     with torch.no_grad():
         trainer.drafter.norm.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="learning_rate"):
+    with pytest.raises(FloatingPointError, match="--learning-rate"):
         trainer.train_step()
 
 
@@ -161,7 +174,7 @@ def test_a_broken_line_is_named(line, tmp_path):
 
 
 def test_a_checkpoint_of_another_drafter_is_refused(target, tapped, tmp_path):
-    make_trainer(target, tapped, tmp_path).save_checkpoint()
+    make_trainer(target, tapped, tmp_path).save()
     other = make_trainer(target, tapped, tmp_path)
     other.drafter.config.mask_token_id = 9
     with pytest.raises(ValueError, match=r"mask_token_id.*--no-resume"):
@@ -171,9 +184,11 @@ def test_a_checkpoint_of_another_drafter_is_refused(target, tapped, tmp_path):
 @pytest.mark.parametrize(("layers", "block", "named"), [(0, 8, "--layers"), (4, 8, "--layers"), (2, 1, "--block-size")])
 def test_shapes_that_do_not_fit_are_refused(target, layers, block, named):
     with pytest.raises(ValueError, match=named):
-        drafter_from_target(target, layers, block, 5, None)
+        drafter_from_target(target, layers, block_size=block, mask_token_id=5)
 
 
 def test_biases_of_the_target_are_copied():
-    drafter = drafter_from_target(make_target("llama", attention_bias=True), 2, 8, 5, [0, 1])
+    drafter = drafter_from_target(
+        make_target("llama", attention_bias=True), 2, block_size=8, mask_token_id=5, target_layer_ids=[0, 1]
+    )
     assert drafter.config.attention_bias and drafter.layers[0].self_attn.q_proj.bias is not None

@@ -153,7 +153,7 @@ class FeatureStore:
         }
         folder.mkdir(parents=True, exist_ok=True)
         fingerprint = folder / "fingerprint.json"
-        theirs = _read_json(fingerprint)
+        theirs = read_json(fingerprint)
         found = list(folder.glob("shard-*.safetensors"))
         if theirs == ours:
             wanted = {self._path(number) for number in range(len(self.shards))}
@@ -167,7 +167,7 @@ class FeatureStore:
         fingerprint.write_text(json.dumps(ours))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """What `path` holds; nothing if it is missing or torn."""
     try:
         return json.loads(path.read_text())

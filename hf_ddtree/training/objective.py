@@ -1,9 +1,10 @@
 """The DFlash training objective: random anchors, block-diagonal attention, early positions weighted.
 
-Source: https://arxiv.org/abs/2602.06036, section 4. Distillation to the target's distribution is added to it.
+Source: https://arxiv.org/abs/2602.06036, section 4. Added to it: distillation to the target's distribution, and the
+transition, which some positions are trained with and the others without.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -33,6 +34,10 @@ class BlockBatch:
     labels: torch.Tensor
     final: torch.Tensor
 
+    def to(self, device: torch.device) -> "BlockBatch":
+        """The same on another device."""
+        return BlockBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 def build_batch(
     features: list[TargetFeatures], anchors: torch.Tensor, block_size: int, mask_token_id: int
@@ -48,12 +53,8 @@ def build_batch(
     slots = anchors[:, :, None] + torch.arange(block_size)  # [rows, blocks, block] absolute positions
     noise_ids = torch.full((rows, blocks, block_size), mask_token_id)
     noise_ids[:, :, 0] = tokens.gather(1, anchors)
-
-    future = slots[:, :, 1:]
-    inside = future < length
-    flat = future.clamp(max=length - 1).flatten(1)
-    labels = tokens.gather(1, flat).view_as(future).masked_fill(~inside, -100)
-    predictors = (flat - 1)[..., None].expand(-1, -1, final.shape[-1])
+    predictors = (slots[:, :, :-1].clamp(max=length - 1).flatten(1))[..., None].expand(-1, -1, final.shape[-1])
+    labels = labels_after(tokens, anchors, block_size)
 
     before_anchor = torch.arange(length) < anchors[:, :, None]  # [rows, blocks, length]
     before_anchor = before_anchor.repeat_interleave(block_size, dim=1)
@@ -65,8 +66,20 @@ def build_batch(
         attention_mask=torch.cat([before_anchor, same_block], dim=-1)[:, None],
         position_ids=torch.cat([torch.arange(length).expand(rows, -1), slots.flatten(1)], dim=1),
         labels=labels,
-        final=final.gather(1, predictors).view(*labels.shape, -1),
+        final=final.gather(1, predictors.to(final.device)).view(*labels.shape, -1),
     )
+
+
+def labels_after(tokens: torch.Tensor, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[rows, blocks, block_size - 1]: the tokens after each anchor; -100 past the end.
+
+    Args:
+        tokens: [rows, length], -100 past each row's end. anchors: [rows, blocks].
+    """
+    future = anchors[:, :, None] + torch.arange(1, block_size)
+    inside = future < tokens.shape[1]
+    labels = tokens.gather(1, future.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(future)
+    return labels.masked_fill(~inside, -100)
 
 
 def draft_hidden_states(drafter: DFlashDraftModel, embedding: nn.Module, batch: BlockBatch) -> torch.Tensor:
@@ -90,9 +103,22 @@ class RestrictedHead:
     """
 
     def __init__(self, weight: torch.Tensor, token_ids: torch.Tensor):
-        self.weight = weight.detach()[token_ids]
+        self.weight = weight.detach()[token_ids.to(weight.device)]
         self.column = torch.full((weight.shape[0],), -1)
         self.column[token_ids] = torch.arange(len(token_ids))
+
+    def columns(self, labels: torch.Tensor) -> torch.Tensor:
+        """Where the head has each label; -1 for those that it lacks, and past the end of a sequence."""
+        return torch.where(labels >= 0, self.column.to(labels.device)[labels.clamp(min=0)], -1)
+
+
+def row_weights(columns: torch.Tensor, decay: float) -> torch.Tensor:
+    """Weight of each label [rows, blocks, depth]: `exp(-(k - 1) / decay)` at depth k, 0 where there is no label.
+
+    A miss at an early depth makes all later ones worthless.
+    """
+    depths = torch.arange(columns.shape[-1], device=columns.device)
+    return torch.exp(-depths / decay) * (columns >= 0)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -102,21 +128,22 @@ class _HeadCrossEntropy(torch.autograd.Function):
     (12 x 32 blocks on 2 cores of an EPYC: loss and its backward 1.7 s as separate operations, 0.6 s like this).
     """
 
-    CHUNK = 128
+    CHUNK, ACCELERATOR_CHUNK = 128, 4096  # rows
 
     @staticmethod
     def forward(ctx, hidden, final, head_weight, labels_and_weights, distillation):
-        labels, row_weights = labels_and_weights
+        labels, weights = labels_and_weights
         gradient = torch.empty_like(hidden)
-        loss = torch.zeros((), dtype=torch.float32)
-        for rows in torch.arange(len(hidden)).split(_HeadCrossEntropy.CHUNK):
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        chunk = _HeadCrossEntropy.CHUNK if hidden.device.type == "cpu" else _HeadCrossEntropy.ACCELERATOR_CHUNK
+        for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
             wanted = (final[rows] @ head_weight.T).float().softmax(dim=-1).mul_(distillation)
             wanted.scatter_add_(1, labels[rows, None], wanted.new_full((len(rows), 1), 1 - distillation))
             logits = (hidden[rows] @ head_weight.T).float()
             log_total = logits.logsumexp(dim=-1, keepdim=True)
             row_losses = log_total.squeeze(1) - (wanted * logits).sum(dim=-1)
-            loss += (row_losses * row_weights[rows]).sum()
-            excess = (logits - log_total).exp_().sub_(wanted).mul_(row_weights[rows, None])
+            loss += (row_losses * weights[rows]).sum()
+            excess = (logits - log_total).exp_().sub_(wanted).mul_(weights[rows, None])
             gradient[rows] = excess.to(head_weight.dtype) @ head_weight
         ctx.save_for_backward(gradient)
         return loss
@@ -127,25 +154,60 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None
 
 
-def block_loss(
-    hidden: torch.Tensor, batch: BlockBatch, head: RestrictedHead, distillation: float, decay: float
-) -> torch.Tensor:
-    """Cross entropy against `distillation` of the target's distribution plus the rest of the label itself.
+class BlockLoss(nn.Module):
+    """Drafter forward and loss as one module, which is what data parallelism wraps.
 
-    Position k after the anchor weighs `exp(-(k - 1) / decay)`: a miss there makes all later ones worthless.
+    Cross entropy against `distillation` of the target's distribution plus the rest of the label itself.
 
     Args:
-        hidden: [rows, blocks, block_size - 1, hidden] as `draft_hidden_states` gives it.
+        drafter: trained; the embedding and the head are the target's and stay as they are.
+        decay: see `row_weights`.
     """
-    labels = torch.where(batch.labels >= 0, head.column[batch.labels.clamp(min=0)], -1)
-    known = labels >= 0
-    depths = torch.arange(labels.shape[-1]).expand_as(labels)[known]
-    weights = torch.exp(-depths / decay)
-    dtype = head.weight.dtype
-    return _HeadCrossEntropy.apply(
-        hidden[known].to(dtype),
-        batch.final[known].to(dtype),
-        head.weight,
-        (labels[known], weights / weights.sum()),
-        distillation,
-    )
+
+    def __init__(
+        self, drafter: DFlashDraftModel, embedding: nn.Module, head: RestrictedHead, distillation: float, decay: float
+    ):
+        super().__init__()
+        self.drafter = drafter
+        self.frozen = (embedding, head)  # in a tuple: none of this module's parameters
+        self.distillation, self.decay = distillation, decay
+
+    def forward(self, batch: BlockBatch, with_parent: torch.Tensor, total_weight: float) -> torch.Tensor:
+        """The loss, divided by `total_weight`: a step's whole weight, whatever share of it this batch is.
+
+        Args:
+            with_parent: [rows, blocks, block_size - 1] bool, the positions trained with the transition.
+        """
+        embedding, head = self.frozen
+        columns = head.columns(batch.labels)
+        hidden = draft_hidden_states(self.drafter, embedding, batch)
+        if self.drafter.transition is not None:
+            hidden = add_transition(self.drafter.transition, hidden, embedding, batch.labels, with_parent)
+        known = columns >= 0
+        weights = row_weights(columns, self.decay)[known] / total_weight
+        dtype = head.weight.dtype
+        return _HeadCrossEntropy.apply(
+            hidden[known].to(dtype),
+            batch.final[known].to(dtype),
+            head.weight,
+            (columns[known], weights),
+            self.distillation,
+        )
+
+
+def add_transition(
+    transition: nn.Module,
+    hidden: torch.Tensor,
+    embedding: nn.Module,
+    labels: torch.Tensor,
+    with_parent: torch.Tensor,
+) -> torch.Tensor:
+    """The states [rows, blocks, depth, hidden] with the transition's change where `with_parent` says so.
+
+    The first depth's parent is the anchor, which the drafter sees, so nothing is added there.
+    """
+    chosen = with_parent & (labels >= 0)
+    chosen[:, :, 0] = False
+    parents = labels.roll(1, dims=2)[chosen]  # labels end all at once, so a label's parent is one too
+    change = transition(hidden[chosen], embedding(parents).to(hidden.dtype))
+    return hidden.index_put(torch.where(chosen), change.to(hidden.dtype), accumulate=True)

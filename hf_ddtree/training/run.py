@@ -1,38 +1,176 @@
-"""`hf-ddtree train`: from a target and its text to a drafter folder."""
+"""`hf-ddtree train`: from a target to a drafter folder."""
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import get_logger
 
+from ..configuration import DDTreeConfig
+from ..models.dflash import DFlashDraftModel
 from ..models.smollm2 import smollm2_path
-from .data import compute_features, read_sequences
-from .initialise import drafter_from_target
-from .trainer import Trainer, TrainingSettings
+from .calibration import fit_depth_temperatures
+from .card import write_card
+from .data import TargetFeatures, TokenSequence, compute_features, read_lines, split_held
+from .evaluation import held_acceptance, held_configs
+from .features import FeatureStore
+from .initialise import choose_mask_token, drafter_from_target
+from .selfgen import TextSettings, generate_text
+from .sources import Limits, load_prompts, load_sequences
+from .trainer import Trainer, TrainingData, TrainingSettings
+
+logger = get_logger(__name__)
+
+HELD_SEQUENCES = 48  # evaluated on, at most
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a run keeps its things: the Hub folder, and in it what only training needs."""
+
+    out: Path
+
+    @property
+    def training(self) -> Path:
+        """Checkpoint, log, text and features."""
+        return self.out / "training"
 
 
 def train_drafter(options: argparse.Namespace) -> None:
-    """Trains as the command line says; resumes from a checkpoint in `--out` unless told not to.
+    """Gets text, trains, calibrates, and writes the Hub folder; every part goes on where a killed run was.
 
     Raises:
-        ValueError: the data holds too little, or the layers asked for do not fit the target.
+        ValueError: the data, the shapes or the schedule do not fit.
+        FloatingPointError: the loss went wrong.
     """
-    folder = smollm2_path() if options.model == "smollm2" else options.model
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    train, held = read_sequences(options.data)
-    torch.manual_seed(0)
-    drafter = drafter_from_target(
-        target, options.layers, options.block_size, options.mask_token_id, options.target_layer_ids
-    )
+    accelerator = Accelerator(mixed_precision="bf16" if options.dtype == "bfloat16" else "no", cpu=options.cpu)
+    place = Workplace(options.out)
+    target, tokenizer = _load(options, accelerator.device)
+    check_options(options, target)
+    with accelerator.main_process_first():
+        sequences = _text(options, target, tokenizer, place)
+    train, held = _split(sequences)
+    torch.manual_seed(options.seed)
+    drafter = _drafter(options, target, tokenizer, sequences).to(accelerator.device)
     taps = drafter.config.target_layer_ids
-    usable = [s for s in train if s.answer_length >= 2 and int(s.tokens.max()) < target.config.vocab_size]
-    if not usable:
-        raise ValueError(f"`--data {options.data}` holds no answer of two tokens or more of this target's vocabulary.")
-    train_features = compute_features(target, usable, taps)
-    held_features = compute_features(target, [s for s in held if s.temperature is None][:48], taps)
-    rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
-    settings = TrainingSettings(minutes=options.minutes, **rate)
-    trainer = Trainer(drafter, target, train_features, held_features, options.out, settings)
+    store = FeatureStore(target, train, taps, place.training / "features", options.cache_gb)
+    with accelerator.main_process_first():
+        store.fill()
+    data = TrainingData(store, compute_features(target, held, taps) if accelerator.is_main_process else [])
+    trainer = Trainer(drafter, target, data, place.training, _settings(options), accelerator)
     if not options.no_resume and trainer.resume():
-        print(f"resumed at step {trainer.step}, {trainer.elapsed / 60:.1f} minutes")
+        accelerator.print(f"resumed at step {trainer.schedule.step}, {trainer.schedule.elapsed / 60:.1f} minutes")
     trainer.run()
+    if accelerator.is_main_process:
+        publish(drafter, target, data.held, place, options)
+    accelerator.wait_for_everyone()
+
+
+def publish(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    held: list[TargetFeatures],
+    place: Workplace,
+    options: argparse.Namespace,
+) -> None:
+    """Calibrates and writes what goes to the Hub: weights in 16 bit, configs, model card."""
+    half = DFlashDraftModel(drafter.config).to(drafter.device, target.dtype).eval()
+    half.load_state_dict(drafter.state_dict())
+    half.config.depth_temperatures = None
+    half.config.depth_temperatures = fit_depth_temperatures(half, target, held)
+    figures = held_acceptance(half, target, held, held_configs(half))
+    half.save_pretrained(place.out)
+    DDTreeConfig().save_pretrained(place.out)
+    write_card(place.out, half, figures, options)
+    print(f"{place.out}: tokens per round on held-out text: " + ", ".join(f"{k} {v:.2f}" for k, v in figures.items()))
+
+
+def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
+    """Raises ValueError, before any work, where the command line does not fit the target."""
+    if (options.steps is not None and options.steps < 1) or (options.minutes is not None and options.minutes <= 0):
+        raise ValueError(f"`--steps` is {options.steps}, `--minutes` {options.minutes}; give one of them, above 0.")
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    mask = options.mask_token_id
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise ValueError(f"`--mask-token-id` is {mask}; the target's vocabulary is 0..{vocab_size - 1}.")
+    if options.answer_with_target and options.data is None:
+        raise ValueError("`--answer-with-target` wants prompts: give them by `--data`, or leave both out.")
+    drafter_from_target(target, options.layers, mask_token_id=mask or 0, **_shape(options))
+
+
+def _load(options: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder = smollm2_path() if options.model == "smollm2" else options.model
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(device).eval()
+    return target.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+
+
+def _text(
+    options: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: Workplace
+) -> list[TokenSequence]:
+    """The sequences that the options ask for; the target's own text is written to text.jsonl first."""
+    limits = Limits(target.config.get_text_config(decoder=True).vocab_size, options.max_length, options.sequences)
+    if options.data is not None and not options.answer_with_target:
+        return load_sequences(options.data, tokenizer, limits)
+    prompts = None if options.data is None else load_prompts(options.data, tokenizer, limits)
+    defaults = TextSettings()
+    count = options.sequences or (defaults.count if prompts is None else len(prompts))
+    settings = TextSettings(
+        count=count, batch_size=options.batch_size, max_new_tokens=options.answer_tokens, seed=options.seed
+    )
+    path = place.training / "text.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generate_text(target, tokenizer, path, settings, prompts)
+    return list(read_lines(path))
+
+
+def _split(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Training and evaluation sequences of two answer tokens and more."""
+    train, held = ([s for s in part if s.answer_length >= 2] for part in split_held(sequences))
+    if not train or not held:
+        raise ValueError(
+            f"The data holds {len(sequences)} sequences, too few with answers of two tokens or more; give more of it."
+        )
+    greedy = [sequence for sequence in held if sequence.greedy]
+    if not greedy:
+        logger.warning(
+            "No held-out answer is the target's own greedy one, so acceptance on them says less than on its own text; "
+            "`--answer-with-target` lets the target answer the prompts of `--data`."
+        )
+    return train, (greedy or held)[:HELD_SEQUENCES]
+
+
+def _drafter(
+    options: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: list[TokenSequence],
+) -> DFlashDraftModel:
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    counts = torch.cat([sequence.tokens for sequence in sequences]).bincount(minlength=vocab_size)
+    mask = choose_mask_token(tokenizer, counts) if options.mask_token_id is None else options.mask_token_id
+    return drafter_from_target(target, options.layers, mask_token_id=mask, **_shape(options))
+
+
+def _shape(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "block_size": options.block_size,
+        "target_layer_ids": options.target_layer_ids,
+        "transition_rank": options.transition_rank if options.block_size > 2 else 0,
+    }
+
+
+def _settings(options: argparse.Namespace) -> TrainingSettings:
+    rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
+    return TrainingSettings(
+        steps=options.steps,
+        minutes=None if options.steps is not None else options.minutes or TrainingSettings.minutes,
+        rows=options.rows,
+        blocks=options.blocks,
+        micro_batches=options.accumulate,
+        min_count=options.min_count,
+        seed=options.seed,
+        **rate,
+    )

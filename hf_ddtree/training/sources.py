@@ -151,8 +151,8 @@ def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[li
     if tokenizer.chat_template is None and _is_plain(row):
         prompt_ids, answer = tokenizer(turns[0]["content"]).input_ids, turns[last]["content"]
     else:
-        opening = _render(tokenizer, turns[:last], add_generation_prompt=True)
-        whole = _render(tokenizer, turns[: last + 1])
+        opening = render(tokenizer, turns[:last], add_generation_prompt=True)
+        whole = render(tokenizer, turns[: last + 1])
         prompt_ids = _ids(tokenizer, opening)
         # Some templates open answers otherwise than they show them, with a thought for one.
         answer = whole[len(opening) :].rstrip() if whole.startswith(opening) else turns[last]["content"]
@@ -172,7 +172,7 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
         raise UnusableRowError("no user turn")
     if tokenizer.chat_template is None and plain:
         return tokenizer(turns[0]["content"]).input_ids
-    return _ids(tokenizer, _render(tokenizer, turns[: last + 1], add_generation_prompt=True))
+    return _ids(tokenizer, render(tokenizer, turns[: last + 1], add_generation_prompt=True))
 
 
 def _turns(row: dict[str, Any]) -> list[dict[str, str]]:
@@ -206,7 +206,7 @@ def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((row[name] for name in names if row.get(name)), None)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], **options: Any) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], **options: Any) -> str:
     if tokenizer.chat_template is None:
         raise ValueError(
             "a chat needs a chat template and the tokenizer has none; give data with a text column, or with prompt and "

@@ -1,20 +1,26 @@
-"""Trains a DFlash drafter on a target's own text, by wall time, with checkpoints to resume from."""
+"""Trains a DFlash drafter on a target's own text: steps, checkpoints, evaluation on held-out text."""
 
 import json
-import math
 import time
+from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger, tqdm
 
 from ..models.dflash import DFlashDraftModel
+from .checkpoint import load_checkpoint, save_checkpoint
 from .data import TargetFeatures
 from .evaluation import held_acceptance, held_configs
-from .objective import RestrictedHead, block_loss, build_batch, draft_hidden_states
+from .features import FeatureStore
+from .objective import BlockLoss, RestrictedHead, build_batch, labels_after, row_weights
+from .schedule import Schedule
 
 logger = get_logger(__name__)
 
@@ -24,57 +30,93 @@ class TrainingSettings:
     """How to train.
 
     Attributes:
-        minutes: wall time, evaluation left out; the learning rate falls along a cosine to a hundredth by its end.
-        rows, blocks: sequences per step, and anchors per sequence.
+        steps, minutes: how long; one of the two.
+        rows, blocks: sequences per step, over all processes, and anchors per sequence.
+        micro_batches: forwards per step and process; the update is that of one forward over all rows.
         learning_rate: peak, for matrices (Muon, update size matched to AdamW's) and vectors (AdamW) alike.
         distillation: share of the target's distribution in the training target; the rest is the text itself.
         decay: depths over which the loss weight falls by e.
+        with_parent: share of the positions below the first depth that are trained with the transition.
         min_count: answer tokens rarer than this are left out of the loss's vocabulary.
-        evaluate_minutes: time between evaluations, each followed by a checkpoint.
+        evaluations: on held-out text, evenly spread over the run.
+        save_seconds: time between checkpoints.
         seed: of the order of sequences and anchors.
     """
 
-    minutes: float = 60.0
+    steps: int | None = None
+    minutes: float | None = 60.0
     rows: int = 12
     blocks: int = 32
+    micro_batches: int = 1
     learning_rate: float = 1e-2
     distillation: float = 0.8
     decay: float = 4.0
+    with_parent: float = 0.6
     min_count: int = 2
-    evaluate_minutes: float = 8.0
+    evaluations: int = 10
+    save_seconds: float = 300.0
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """What to train on, and what to evaluate on: greedy answers of the target, if there are any."""
+
+    train: FeatureStore
+    held: list[TargetFeatures]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step trains on, the same in every process.
+
+    Attributes:
+        rows: [rows] indices of sequences. anchors: [rows, blocks]. with_parent: [rows, blocks, block_size - 1] bool.
+        total_weight: of all its labels.
+    """
+
+    rows: list[int]
+    anchors: torch.Tensor
+    with_parent: torch.Tensor
+    total_weight: float
+
+
 class Trainer:
-    """Training state: the drafter, its optimisers, the clock.
+    """Training state: the drafter, its optimisers, the place in the schedule.
 
     Args:
-        drafter: float32; trained in place under bfloat16 autocast.
+        drafter: float32; trained in place, in the accelerator's precision.
         target: gives the embedding and the head, both frozen.
-        train, held: features of the sequences to train on and to evaluate on (greedy answers).
-        out: folder for the checkpoint and the log.
+        data: sequences with their features.
+        out: folder for checkpoint.pt and log.jsonl.
+        settings: how.
+
+    Raises:
+        ValueError: the rows can't be shared out evenly, or the data is too small for the head.
     """
 
     def __init__(
         self,
         drafter: DFlashDraftModel,
         target: PreTrainedModel,
-        train: list[TargetFeatures],
-        held: list[TargetFeatures],
+        data: TrainingData,
         out: Path,
         settings: TrainingSettings,
+        accelerator: Accelerator | None = None,
     ):
-        self.drafter, self.target, self.train, self.held = drafter, target, train, held
+        self.accelerator = accelerator or Accelerator()
+        self.drafter, self.target, self.train, self.held = drafter, target, data.train, data.held
         self.out, self.settings = out, settings
-        self.step, self.elapsed = 0, 0.0
+        self.schedule = Schedule(settings.learning_rate, settings.steps, settings.minutes)
         self.generator = torch.Generator().manual_seed(settings.seed)
-        answers = [f.sequence.tokens[f.sequence.prompt_length :] for f in train]
-        counts = torch.cat(answers).bincount(minlength=target.config.get_text_config().vocab_size)
-        weight = target.get_output_embeddings().weight
-        kept = (counts >= settings.min_count).nonzero()[:, 0]
-        if len(kept) == 0:
-            raise ValueError(f"No answer token occurs `min_count` {settings.min_count} times; give more data.")
-        self.head = RestrictedHead(weight, kept)
+        self.losses: deque[float] = deque(maxlen=50)
+        shares = self.accelerator.num_processes * settings.micro_batches
+        if settings.rows % shares:
+            raise ValueError(
+                f"`--rows` is {settings.rows}, no multiple of {shares}, processes times `--accumulate`; make it one."
+            )
+        self.head = self._restricted_head()
+        loss = BlockLoss(drafter, target.get_input_embeddings(), self.head, settings.distillation, settings.decay)
         matrices = [p for p in drafter.parameters() if p.ndim == 2]
         vectors = [p for p in drafter.parameters() if p.ndim < 2]
         rate = settings.learning_rate
@@ -82,26 +124,42 @@ class Trainer:
             torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(vectors, lr=rate, weight_decay=0.0),
         ]
+        self.loss = self.accelerator.prepare_model(loss)
         out.mkdir(parents=True, exist_ok=True)
 
+    def _restricted_head(self) -> RestrictedHead:
+        answers = torch.cat([sequence.tokens[sequence.prompt_length :] for sequence in self.train.sequences])
+        weight = self.target.get_output_embeddings().weight
+        if not weight.is_floating_point():
+            raise ValueError("The target's output head is quantised; load the target with its head in floating point.")
+        kept = (answers.bincount(minlength=weight.shape[0]) >= self.settings.min_count).nonzero()[:, 0]
+        if len(kept) == 0:
+            raise ValueError(f"No answer token occurs `min_count` {self.settings.min_count} times; give more data.")
+        return RestrictedHead(weight, kept)
+
     def run(self) -> None:
-        """Trains until the time is up, evaluating and checkpointing on the way; the last checkpoint is the result."""
-        seconds = self.settings.minutes * 60
-        interval = self.settings.evaluate_minutes * 60
-        due = interval * (self.elapsed // interval + 1)
-        losses = []
-        with tqdm(total=round(seconds), initial=round(self.elapsed), unit="s", desc="training") as bar:
-            while self.elapsed < seconds:
-                started = time.monotonic()
-                losses.append(self.train_step())
-                self.elapsed += time.monotonic() - started
-                bar.n = min(round(self.elapsed), round(seconds))
-                bar.set_postfix(step=self.step, loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-                if self.elapsed >= min(due, seconds):
-                    due += interval
-                    self.evaluate(sum(losses) / len(losses))
-                    self.save_checkpoint()
-                    losses = losses[-50:]
+        """Trains to the end of the schedule, evaluating and saving on the way."""
+        evaluations = self.settings.evaluations
+        saved = time.monotonic()
+        with tqdm(
+            total=100.0, initial=round(100 * self.schedule.progress, 2), desc="training", bar_format=BAR_FORMAT
+        ) as bar:
+            while (before := self.schedule.progress) < 1:
+                self.train_step()
+                progress = self.schedule.progress
+                bar.n = round(100 * progress, 2)
+                bar.set_postfix(step=self.schedule.step, loss=f"{self.mean_loss:.3f}")
+                due = int(progress * evaluations) > int(before * evaluations)
+                if due:
+                    self.evaluate()
+                if due or time.monotonic() - saved > self.settings.save_seconds:
+                    self.save(final=progress >= 1)
+                    saved = time.monotonic()
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the last 50 steps."""
+        return sum(self.losses) / max(len(self.losses), 1)
 
     def train_step(self) -> float:
         """One optimiser step; returns the loss.
@@ -109,97 +167,108 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite; the last checkpoint is untouched.
         """
-        settings = self.settings
-        warm = min(1.0, (self.step + 1) / 50)
-        done = min(1.0, self.elapsed / (settings.minutes * 60))
-        rate = settings.learning_rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+        started = time.monotonic()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
-
-        config = self.drafter.config
-        features, anchors = self._draw()
-        batch = build_batch(features, anchors, config.block_size, config.mask_token_id)
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = draft_hidden_states(self.drafter, self.target.get_input_embeddings(), batch)
-        loss = block_loss(hidden, batch, self.head, settings.distillation, settings.decay)
-        if not torch.isfinite(loss):
+                group["lr"] = self.schedule.learning_rate
+        step = self._draw()
+        loss = torch.zeros((), device=self.accelerator.device)
+        shares = torch.arange(len(step.rows)).chunk(self.accelerator.num_processes * self.settings.micro_batches)
+        first = self.accelerator.process_index * self.settings.micro_batches
+        mine = shares[first : first + self.settings.micro_batches]
+        for number, share in enumerate(mine):
+            last = number == len(mine) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.loss):
+                loss += self._backward(step, share)
+        total = float(self.accelerator.reduce(loss, "sum"))
+        if not total - total == 0:
             raise FloatingPointError(
-                f"The loss is {loss.item()} at step {self.step}; lower `learning_rate` ({settings.learning_rate}) and "
-                f"run again, which goes on from the last checkpoint in {self.out}."
+                f"The loss is {total} at step {self.schedule.step}; lower `--learning-rate` "
+                f"({self.settings.learning_rate}) and run again, which goes on from the last checkpoint in {self.out}."
             )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        self.accelerator.clip_grad_norm_(self.drafter.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.step += 1
-        return loss.item()
+        self.schedule.step += 1
+        self.schedule.elapsed = self._agree(self.schedule.elapsed + time.monotonic() - started)
+        self.losses.append(total)
+        return total
 
-    def _draw(self) -> tuple[list[TargetFeatures], torch.Tensor]:
-        """Random sequences, and random anchors [rows, blocks] among each one's answer tokens but the last."""
-        rows = torch.randint(len(self.train), (self.settings.rows,), generator=self.generator)
-        features = [self.train[row] for row in rows.tolist()]
+    def _backward(self, step: Step, share: torch.Tensor) -> torch.Tensor:
+        """Gradients of some rows of a step; returns their part of the loss."""
+        config = self.drafter.config
+        features = self.train.get([step.rows[row] for row in share])
+        batch = build_batch(features, step.anchors[share], config.block_size, config.mask_token_id)
+        with_parent = step.with_parent[share].to(self.accelerator.device)
+        loss = self.loss(batch.to(self.accelerator.device), with_parent, step.total_weight)
+        self.accelerator.backward(loss * self.accelerator.num_processes)  # data parallelism takes the mean
+        return loss.detach()
+
+    def _draw(self) -> Step:
+        """Random sequences, random anchors among each one's answer tokens but the last, and who sees its parent."""
+        settings, block_size = self.settings, self.drafter.config.block_size
+        rows = torch.randint(len(self.train), (settings.rows,), generator=self.generator).tolist()
+        sequences = [self.train.sequences[row] for row in rows]
         anchors = []
-        for item in features:
-            start, end = item.sequence.prompt_length, len(item.sequence.tokens) - 1
-            anchors.append(torch.randint(min(start, end - 1), end, (self.settings.blocks,), generator=self.generator))
-        return features, torch.stack(anchors)
+        for sequence in sequences:
+            start, end = sequence.prompt_length, len(sequence.tokens) - 1
+            anchors.append(torch.randint(min(start, end - 1), end, (settings.blocks,), generator=self.generator))
+        chance = torch.rand(settings.rows, settings.blocks, block_size - 1, generator=self.generator)
+        tokens = torch.nn.utils.rnn.pad_sequence([s.tokens for s in sequences], batch_first=True, padding_value=-100)
+        columns = self.head.columns(labels_after(tokens, torch.stack(anchors), block_size))
+        weight = float(row_weights(columns, settings.decay).sum())
+        return Step(rows, torch.stack(anchors), chance < settings.with_parent, max(weight, 1e-9))
 
-    def evaluate(self, loss: float) -> dict[str, Any]:
-        """Acceptance on held text, logged and appended to log.jsonl."""
-        self.drafter.eval()
-        with torch.autocast("cpu", torch.bfloat16):
-            acceptance = held_acceptance(self.drafter, self.target, self.held, held_configs(self.drafter))
-        self.drafter.train()
-        rounded = {name: round(value, 3) for name, value in acceptance.items()}
-        record = {"step": self.step, "minutes": round(self.elapsed / 60, 1), "loss": round(loss, 3), **rounded}
-        with open(self.out / "log.jsonl", "a") as log:
-            log.write(json.dumps(record) + "\n")
-        logger.warning(f"held-out acceptance: {record}")
+    def _agree(self, seconds: float) -> float:
+        """The first process's clock, so that all keep to one schedule."""
+        return broadcast_object_list([seconds])[0] if self.accelerator.num_processes > 1 else seconds
+
+    def evaluate(self) -> dict[str, Any]:
+        """Acceptance on held text, logged and appended to log.jsonl, by the first process."""
+        record: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            self.drafter.eval()
+            with self.accelerator.autocast():
+                acceptance = held_acceptance(self.drafter, self.target, self.held, held_configs(self.drafter))
+            self.drafter.train()
+            record = {
+                "step": self.schedule.step,
+                "minutes": round(self.schedule.elapsed / 60, 1),
+                "loss": round(self.mean_loss, 3),
+                **{name: round(value, 3) for name, value in acceptance.items()},
+            }
+            with open(self.out / "log.jsonl", "a") as log:
+                log.write(json.dumps(record) + "\n")
+            logger.warning(f"held-out tokens per round: {record}")
+        self.accelerator.wait_for_everyone()
         return record
 
-    def save_checkpoint(self) -> None:
-        """Writes checkpoint.pt (everything needed to resume) and the drafter in bfloat16 as a Hub folder."""
-        state = {
-            "drafter": self.drafter.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "generator": self.generator.get_state(),
-            "step": self.step,
-            "elapsed": self.elapsed,
-            "config": self._shape(),
-        }
-        partial = self.out / "checkpoint.pt.partial"
-        torch.save(state, partial)
-        partial.replace(self.out / "checkpoint.pt")
-        half = DFlashDraftModel(self.drafter.config).bfloat16()
-        half.load_state_dict(self.drafter.state_dict())
-        half.save_pretrained(self.out)
+    def save(self, final: bool = False) -> None:
+        """Writes checkpoint.pt, from which `resume` goes on exactly.
 
-    def _shape(self) -> dict[str, Any]:
-        """What a checkpoint's drafter must have in common with ours."""
-        names = ("num_hidden_layers", "hidden_size", "block_size", "mask_token_id", "target_layer_ids")
-        return {name: getattr(self.drafter.config, name) for name in names}
+        Raises:
+            OSError: there was no room, and `final`: before the end the run goes on with a warning.
+        """
+        if self.accelerator.is_main_process:
+            try:
+                save_checkpoint(self.out / "checkpoint.pt", self)
+            except OSError as error:
+                if final:
+                    raise
+                logger.warning(f"{error} Training goes on; the last checkpoint is kept.")
+        self.accelerator.wait_for_everyone()
 
     def resume(self) -> bool:
         """Continues from checkpoint.pt if there is one; true if so.
 
         Raises:
-            ValueError: the checkpoint is of a drafter of another shape.
+            ValueError: the checkpoint is of a drafter of another shape or another run, or can't be read.
         """
         path = self.out / "checkpoint.pt"
-        if not path.exists():
-            return False
-        state = torch.load(path, weights_only=True)
-        for name, value in self._shape().items():
-            if state["config"][name] != value:
-                raise ValueError(
-                    f"{path} is of a drafter with `{name}` {state['config'][name]}, not {value}; give the same "
-                    "settings, another --out, or --no-resume to start over."
-                )
-        self.drafter.load_state_dict(state["drafter"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.generator.set_state(state["generator"])
-        self.step, self.elapsed = state["step"], state["elapsed"]
-        return True
+        if path.exists():
+            load_checkpoint(path, self)
+        return path.exists()
+
+
+BAR_FORMAT = "{desc}: {percentage:.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"

@@ -1,0 +1,92 @@
+"""The model card of a trained drafter."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from ..models.dflash import DFlashDraftModel
+
+CARD = """---
+library_name: transformers
+license: other
+base_model: {base}
+tags:
+  - dflash
+  - speculative-decoding
+  - hf_ddtree
+---
+
+# DFlash drafter for {base}
+
+A block-diffusion drafter for lossless tree decoding with `hf_ddtree`: {layers} layers, {millions:.1f}M parameters,
+block size {block} (drafts up to {depth} tokens a round), {transition}. It borrows the target's embedding and head, and
+it can change the speed of decoding only, never the text.
+
+```python
+from hf_ddtree import DDTreeConfig, DFlashDraftModel
+
+drafter = DFlashDraftModel.from_pretrained("{folder}", dtype=target.dtype)
+config = DDTreeConfig.from_pretrained("{folder}", max_new_tokens=128)
+target.generate(**inputs, assistant_model=drafter, generation_config=config)
+```
+
+It was trained for this target only, on text like the training data; on other text it drafts worse, which costs speed.
+Choose a license that fits the target's and the data's.
+
+## Tokens per round
+
+On held-out text{caveat}, by replaying the rounds over it, after training and calibration:
+
+{figures}
+
+Calibrated temperatures of the depths: {temperatures}.
+
+## Training
+
+    {command}
+
+{log}
+"""
+
+
+def write_card(out: Path, drafter: DFlashDraftModel, figures: dict[str, float], options: argparse.Namespace) -> None:
+    """Writes README.md, unless there is one that this did not write: a card that somebody wrote stays."""
+    path = out / "README.md"
+    config = drafter.config
+    base = "HuggingFaceTB/SmolLM2-135M-Instruct" if options.model == "smollm2" else options.model
+    rank = config.transition_rank
+    text = CARD.format(
+        base=base,
+        folder=out.name,
+        layers=config.num_hidden_layers,
+        millions=sum(p.numel() for p in drafter.parameters()) / 1e6,
+        block=config.block_size,
+        depth=config.block_size - 1,
+        transition=f"with a path-conditional transition of rank {rank}" if rank else "without a transition",
+        caveat="" if options.data is None or options.answer_with_target else " of the data",
+        figures=_table(["", "value"], [[name, f"{value:.3f}"] for name, value in figures.items()]),
+        temperatures=", ".join(map(str, config.depth_temperatures or [])),
+        command=shlex.join(["hf-ddtree", *sys.argv[1:]]),
+        log=_log_table(out / "training" / "log.jsonl"),
+    )
+    if path.exists() and MARK not in path.read_text():
+        path = out / "README.generated.md"
+    path.write_text(text + MARK)
+
+
+MARK = "\n<!-- written by hf-ddtree train -->\n"
+
+
+def _log_table(log: Path) -> str:
+    if not log.exists():
+        return ""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    names = [name for name in records[-1] if not name.endswith("-marginal")] if records else []
+    return _table(names, [[str(record.get(name, "")) for name in names] for record in records])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
