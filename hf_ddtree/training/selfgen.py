@@ -92,8 +92,8 @@ def generate_text(
             fruitless = 0 if rows else fruitless + 1
             if fruitless == PATIENCE:
                 raise ValueError(
-                    f"The target wrote nothing usable in {PATIENCE} batches in a row (in the last: {len(batch)} prompts, "
-                    "no answer of 2 tokens). Give prompts of your own, or raise `max_prompt_tokens` "
+                    f"The target wrote nothing usable in {PATIENCE} batches in a row (in the last: {len(batch)} "
+                    "prompts, no answer of 2 tokens). Give prompts of your own, or raise `max_prompt_tokens` "
                     f"({settings.max_prompt_tokens})."
                 )
     return len(text.prompts)
