@@ -132,7 +132,7 @@ def test_a_killed_fill_loses_one_shard(target, forwards, tmp_path, monkeypatch):
         FeatureStore(target, make_sequences(), TAPS, tmp_path, 1.0).fill()
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
-    (tmp_path / "shard-00002.partial").write_bytes(b"what a kill that nobody can catch leaves")
+    (tmp_path / "shard-00002.123.partial").write_bytes(b"what a kill that nobody can catch leaves")
     monkeypatch.setattr(features, "save_file", real)
     forwards.clear()
     store = FeatureStore(target, make_sequences(), TAPS, tmp_path, 1.0)
@@ -212,3 +212,11 @@ def test_the_digest_sees_weights_and_dtype_and_not_the_place(target):
     with torch.no_grad():
         moved.base_model.layers[3].mlp.down_proj.weight *= 1.01
     assert target_digest(moved) != target_digest(target)
+
+
+def test_a_second_process_finds_everything_and_writes_nothing(target, forwards, tmp_path):
+    FeatureStore(target, make_sequences(), TAPS, tmp_path, 1.0).fill()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    forwards.clear()
+    FeatureStore(target, make_sequences(), TAPS, tmp_path, 1.0).fill()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before and forwards == []

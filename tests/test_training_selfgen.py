@@ -15,6 +15,7 @@ from hf_ddtree.training.sources import Limits, load_sequences
 SETTINGS = TextSettings(
     count=20, batch_size=8, max_new_tokens=16, max_prompt_tokens=40, min_prompt_characters=3, seed=5
 )
+ROOM = 2048 - SETTINGS.max_new_tokens  # for prompts, the tiny llama having 2048 positions
 PROMPTS = [[USER, 10 + n, 20, END, ASSISTANT] for n in range(20)]
 
 
@@ -78,11 +79,12 @@ def test_answers_are_the_targets_own(target, tokenizer, tmp_path):
 
 
 def test_given_prompts_are_answered_once_each(target, tokenizer, tmp_path, warnings):
-    prompts = [*PROMPTS[:10], PROMPTS[3], [7] * 41]
+    prompts = [*PROMPTS[:10], PROMPTS[3], [7] * 60, [7] * (ROOM + 1)]
     generate_text(target, tokenizer, tmp_path / "text.jsonl", SETTINGS, prompts)
     given = [row["p"] for row in read(tmp_path / "text.jsonl")]
-    assert given == [prompt for prompt in PROMPTS[:10] if prompt in given] and len(given) >= 8
-    assert "2 of 12 prompts left out" in warnings[0] and "used up" in warnings[1]
+    assert given == [prompt for prompt in [*PROMPTS[:10], [7] * 60] if prompt in given] and len(given) >= 9
+    assert [7] * 60 in given  # a longer one than the target makes up
+    assert "2 of 13 prompts left out" in warnings[0] and "used up" in warnings[1]
 
 
 def test_base_models_begin_texts(target, tmp_path):
@@ -132,11 +134,12 @@ def test_a_killed_run_goes_on_to_the_same_text(prompts, torn, target, tokenizer,
 
 def test_more_lines_later_are_the_lines_of_a_longer_run(target, tokenizer, tmp_path):
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-    generate_text(target, tokenizer, first, SETTINGS)
+    lines = generate_text(target, tokenizer, first, changed(count=8))
     before = first.read_text()
-    assert generate_text(target, tokenizer, first, SETTINGS) == len(read(first)) and first.read_text() == before
-    generate_text(target, tokenizer, first, changed(count=40))
-    generate_text(target, tokenizer, second, changed(count=40))
+    assert generate_text(target, tokenizer, first, changed(count=8)) == lines == len(read(first))
+    assert first.read_text() == before
+    generate_text(target, tokenizer, first, SETTINGS)
+    generate_text(target, tokenizer, second, SETTINGS)
     assert first.read_text() == second.read_text() != before
 
 
@@ -239,7 +242,8 @@ def test_a_target_that_writes_nothing_usable(target, tokenizer, tmp_path, monkey
         ({"max_new_tokens": 1}, "`max_new_tokens` is 1"),
         ({"temperatures": ()}, "`temperatures` is"),
         ({"temperatures": (0.0,)}, "`temperatures` is"),
-        ({"max_new_tokens": 10**6}, "positions; lower them by"),
+        ({"max_new_tokens": 10**6}, "positions, prompts included"),
+        ({"max_prompt_tokens": ROOM + 1}, "`max_prompt_tokens` is .* answers leave"),
         ({"max_prompt_tokens": 1}, "`max_prompt_tokens` is 1, and the template"),
     ],
 )

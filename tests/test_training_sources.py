@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import datasets
 import pytest
 from chat import ASSISTANT, END, TEMPLATE, USER, make_chat_tokenizer
 from datasets import Dataset, DatasetDict
@@ -15,6 +16,12 @@ from hf_ddtree.training.sources import Limits, load_prompts, load_sequences
 LIMITS = Limits(vocab_size=64, max_length=200)
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LONGER = [*CHAT, {"role": "user", "content": "bye"}, {"role": "assistant", "content": "so long"}]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """The library counts uses of its loaders at the Hub."""
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
 
 
 @pytest.fixture
@@ -156,8 +163,6 @@ def test_text_files_are_read_by_paragraph_and_prompts_by_line(bare, tokenizer, t
     [("a/b", ("a/b", "train")), ("a/b:test", ("a/b", "test")), ("a/b:all:test", ("a/b", "all", "test"))],
 )
 def test_names_on_the_hub(data, asked, tokenizer, monkeypatch):
-    import datasets
-
     calls = []
 
     def load(*names, split, streaming):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ class FeatureStore:
             for index, item in zip(rows, batch_features(self.target, batch, self.target_layer_ids), strict=True):
                 tensors[f"context.{index}"] = item.context.to("cpu", copy=True)
                 tensors[f"final.{index}"] = item.final.to("cpu", copy=True)
-        partial = self._path(number).with_suffix(".partial")
+        partial = self._path(number).with_suffix(f".{os.getpid()}.partial")
         try:
             save_file(tensors, partial)
             partial.replace(self._path(number))
@@ -155,16 +156,14 @@ class FeatureStore:
         fingerprint = folder / "fingerprint.json"
         theirs = read_json(fingerprint)
         found = list(folder.glob("shard-*.safetensors"))
-        if theirs == ours:
-            wanted = {self._path(number) for number in range(len(self.shards))}
-        else:
-            wanted = set()
-            if found:
-                changed = ", ".join(name for name in ours if theirs.get(name) != ours[name])
-                logger.warning(f"The features in {folder} are of another {changed}; they are computed anew.")
+        wanted = {self._path(number) for number in range(len(self.shards))} if theirs == ours else set()
+        if found and theirs != ours:
+            changed = ", ".join(name for name in ours if theirs.get(name) != ours[name])
+            logger.warning(f"The features in {folder} are of another {changed}; they are computed anew.")
         for path in [*(set(found) - wanted), *folder.glob("shard-*.partial")]:
-            path.unlink()
-        fingerprint.write_text(json.dumps(ours))
+            path.unlink(missing_ok=True)
+        if theirs != ours:  # left alone otherwise: other processes may be reading it
+            fingerprint.write_text(json.dumps(ours))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,10 +34,10 @@ class TextSettings:
         count: lines wanted; the last batch is written whole, so there may be some more.
         batch_size: sequences generated together.
         max_new_tokens: of an answer.
-        max_prompt_tokens: of a prompt, its template included; longer ones are dropped.
-        min_prompt_characters: shorter sampled prompts are dropped.
+        max_prompt_tokens: of a prompt that the target makes up, its template included; longer ones are dropped.
+        min_prompt_characters: likewise; shorter ones are dropped.
         temperatures: of the answers, one per batch in turn; None = greedy.
-        prompt_temperature, prompt_top_k: of sampled prompts.
+        prompt_temperature, prompt_top_k: of made-up prompts.
         seed: same seed and settings, same text.
     """
 
@@ -66,14 +67,15 @@ def generate_text(
 
     Args:
         path: of the text; a small state file, `path` and .state, goes beside it.
-        prompts: token ids each, to be answered once each; None = the target makes them up.
+        prompts: token ids each, to be answered once each; those that leave no room for an answer are left out. None =
+            the target makes them up.
 
     Raises:
         ValueError: `path` is of something else, a setting does not fit the target, or nothing usable comes.
         OSError: the text can't be written; the whole batches stay.
     """
     writer = Writer(target, tokenizer, settings)
-    given = None if prompts is None else _distinct(prompts, settings.max_prompt_tokens)
+    given = None if prompts is None else _distinct(prompts, writer.prompt_room)
     if given is None:
         writer.check_can_prompt()
     text = TextFile(path, writer.identity(given))
@@ -115,12 +117,12 @@ class Writer:
             raise ValueError(f"`max_new_tokens` is {settings.max_new_tokens}; an answer needs at least 2.")
         if not settings.temperatures or any(t is not None and t <= 0 for t in settings.temperatures):
             raise ValueError(f"`temperatures` is {settings.temperatures}; give positive numbers, or None for greedy.")
-        longest = settings.max_prompt_tokens + settings.max_new_tokens
-        room = getattr(target.config.get_text_config(), "max_position_embeddings", None) or longest
-        if longest > room:
+        positions = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.prompt_room = positions - settings.max_new_tokens
+        if self.prompt_room < 1:
             raise ValueError(
-                f"`max_prompt_tokens` and `max_new_tokens` add up to {longest}, and the target has {room} positions; "
-                f"lower them by {longest - room}."
+                f"`max_new_tokens` is {settings.max_new_tokens}, and the target has {positions} positions, prompts "
+                "included; lower it."
             )
         ends = target.generation_config.eos_token_id
         self.ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
@@ -137,7 +139,12 @@ class Writer:
         return json.loads(json.dumps({"target": target_digest(self.target), **digests, **settings}))
 
     def check_can_prompt(self) -> None:
-        """Refuses, before work starts, targets that can't make up prompts."""
+        """Refuses, before work starts, targets that can't make up prompts, or not of this length."""
+        if self.settings.max_prompt_tokens > self.prompt_room:
+            raise ValueError(
+                f"`max_prompt_tokens` is {self.settings.max_prompt_tokens}, and answers leave {self.prompt_room} of "
+                "the target's positions; lower it, or `max_new_tokens`."
+            )
         opening = self._ids(self._template()[0]) if self.tokenizer.chat_template else self._begin()
         if len(opening) >= self.settings.max_prompt_tokens:
             raise ValueError(
@@ -311,7 +318,9 @@ def _distinct(prompts: list[list[int]], max_length: int) -> list[list[int]]:
     """The prompts that are not too long, once each."""
     kept = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if 0 < len(prompt) <= max_length]
     if not kept:
-        raise ValueError(f"None of {len(prompts)} prompts has 1 to {max_length} tokens; raise `max_prompt_tokens`.")
+        raise ValueError(
+            f"None of {len(prompts)} prompts has 1 to {max_length} tokens; give others, or lower `max_new_tokens`."
+        )
     if len(kept) < len(prompts):
         logger.warning(f"{len(prompts) - len(kept)} of {len(prompts)} prompts left out: repeated, or too long.")
     return kept
