@@ -56,8 +56,9 @@ def _add_text_options(train: argparse.ArgumentParser) -> None:
 
 
 def _add_shape_options(train: argparse.ArgumentParser) -> None:
-    train.add_argument("--layers", type=int, default=4, help="of the drafter (4)")
-    train.add_argument("--block-size", type=int, default=8, help="tokens drafted at once, and one more (8)")
+    train.add_argument("--start-from", help="go on with this drafter, folder or Hub name, in place of a new one")
+    train.add_argument("--layers", type=int, help="of the drafter (4)")
+    train.add_argument("--block-size", type=int, help="tokens drafted at once, and one more (8)")
     train.add_argument("--mask-token-id", type=int, help="a token that text does not use (found)")
     train.add_argument(
         "--target-layer-ids", type=int, nargs="+", help="layers whose outputs the drafter reads (4, evenly spaced)"

@@ -56,7 +56,7 @@ class Draft:
         if corrected and config.tree_top_k is None:
             candidates = max(candidates, CORRECTED_CANDIDATES)
         marginals = top_marginals(logits / temperature, candidates)
-        if not corrected:
+        if not corrected or marginals.tokens.shape[1] == 0:
             return marginals
         children = marginals.tokens[0]
         parents = torch.cat([self.root.expand(1, children.shape[1]), children[:-1]])

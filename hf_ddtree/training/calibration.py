@@ -18,7 +18,7 @@ from ..tree import build_tree
 from .data import TargetFeatures
 from .evaluation import TextDrafts, drafts_over
 
-GRID = torch.logspace(math.log10(0.4), math.log10(2.5), 38)  # 5% apart
+GRID = torch.logspace(math.log10(0.2), math.log10(3.0), 56)  # 5% apart
 MIN_POSITIONS = 30  # fewer of a depth tell nothing
 
 

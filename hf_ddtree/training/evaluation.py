@@ -74,6 +74,7 @@ def drafts_over(drafter: DFlashDraftModel, target: PreTrainedModel, item: Target
     tokens, start = item.sequence.tokens, item.sequence.prompt_length
     config = drafter.config
     batch = build_batch([item], torch.arange(start, len(tokens) - 1)[None], config.block_size, config.mask_token_id)
+    batch = batch.to(drafter.device)
     states = draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0]
     logits = head_logits(target, states.flatten(0, 1).to(target.dtype)).unflatten(0, states.shape[:2])
     calibrated = config.depth_temperatures

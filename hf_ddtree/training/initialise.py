@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration import DDTreeConfig
+from ..drafting.dflash import check_drafter
 from ..models.dflash import DFlashDecoderLayer, DFlashDraftModel
 from ..models.dflash_config import DFlashConfig
 
@@ -62,6 +64,27 @@ def drafter_from_target(target: PreTrainedModel, num_layers: int, **fields: Any)
     layers = list(target.get_decoder().layers)[-num_layers:]
     if all(_is_alike(layer, original) for layer, original in zip(drafter.layers, layers, strict=True)):
         _start_from(drafter, target, layers)
+    return drafter
+
+
+def drafter_from_checkpoint(folder: str, target: PreTrainedModel, transition_rank: int) -> DFlashDraftModel:
+    """A trained drafter in float32, to be trained further; a transition of another rank is begun anew.
+
+    Raises:
+        ValueError: it is of another target, or has causal layers, which training does not know.
+    """
+    drafter = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+    check_drafter(drafter, target, DDTreeConfig())
+    config = drafter.config
+    if config.causal_layers != "none":
+        raise ValueError(
+            f"`--start-from {folder}` has causal layers ({config.causal_layers!r}), which can't be trained."
+        )
+    config.depth_temperatures = None
+    config.vocab_size = config.vocab_size or target.config.get_text_config(decoder=True).vocab_size
+    if transition_rank != config.transition_rank:
+        config.transition_rank = transition_rank
+        drafter.transition = DFlashDraftModel(config).transition
     return drafter
 
 

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,13 +18,14 @@ from .card import write_card
 from .data import TargetFeatures, TokenSequence, compute_features, read_lines, split_held
 from .evaluation import held_acceptance, held_configs
 from .features import FeatureStore
-from .initialise import choose_mask_token, drafter_from_target
+from .initialise import choose_mask_token, drafter_from_checkpoint, drafter_from_target
 from .selfgen import TextSettings, generate_text
 from .sources import Limits, load_prompts, load_sequences
 from .trainer import Trainer, TrainingData, TrainingSettings
 
 logger = get_logger(__name__)
 
+LAYERS, BLOCK_SIZE = 4, 8
 HELD_SEQUENCES = 48  # evaluated on, at most
 
 
@@ -98,7 +100,13 @@ def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
         raise ValueError(f"`--mask-token-id` is {mask}; the target's vocabulary is 0..{vocab_size - 1}.")
     if options.answer_with_target and options.data is None:
         raise ValueError("`--answer-with-target` wants prompts: give them by `--data`, or leave both out.")
-    drafter_from_target(target, options.layers, mask_token_id=mask or 0, **_shape(options))
+    if options.start_from is None:
+        drafter_from_target(target, mask_token_id=mask or 0, **_shape(options))
+        return
+    for name in ("layers", "block_size", "mask_token_id", "target_layer_ids"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"`--{name.replace('_', '-')} {value}` does not go with `--start-from`; leave it out.")
+    drafter_from_checkpoint(options.start_from, target, options.transition_rank)
 
 
 def _load(options: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -148,17 +156,21 @@ def _drafter(
     tokenizer: PreTrainedTokenizerBase,
     sequences: list[TokenSequence],
 ) -> DFlashDraftModel:
+    if options.start_from is not None:
+        return drafter_from_checkpoint(options.start_from, target, options.transition_rank)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     counts = torch.cat([sequence.tokens for sequence in sequences]).bincount(minlength=vocab_size)
     mask = choose_mask_token(tokenizer, counts) if options.mask_token_id is None else options.mask_token_id
-    return drafter_from_target(target, options.layers, mask_token_id=mask, **_shape(options))
+    return drafter_from_target(target, mask_token_id=mask, **_shape(options))
 
 
-def _shape(options: argparse.Namespace) -> dict[str, object]:
+def _shape(options: argparse.Namespace) -> dict[str, Any]:
+    block_size = BLOCK_SIZE if options.block_size is None else options.block_size
     return {
-        "block_size": options.block_size,
+        "num_layers": LAYERS if options.layers is None else options.layers,
+        "block_size": block_size,
         "target_layer_ids": options.target_layer_ids,
-        "transition_rank": options.transition_rank if options.block_size > 2 else 0,
+        "transition_rank": options.transition_rank if block_size > 2 else 0,  # its first depth is the second
     }
 
 
