@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+LARGEST_CORRECTION = 1e4  # beyond it sums of log-probabilities would lose what tells siblings apart
+
 
 @dataclass(frozen=True)
 class Marginals:
@@ -103,12 +105,12 @@ def condition(marginals: Marginals, corrections: torch.Tensor) -> Marginals:
 
     Args:
         corrections: [batch, depth, top_k, top_k], laid out as `Marginals.conditional`; added to the log-probabilities
-            of the children. A NaN counts as no correction.
+            of the children, at most `LARGEST_CORRECTION` either way. A NaN counts as no correction.
     """
+    limit = LARGEST_CORRECTION
+    corrections = corrections.float().nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
     log_probs = marginals.log_probs[:, :, None]
-    conditional = (log_probs + corrections.float().nan_to_num(nan=0.0)).log_softmax(-1) + log_probs.logsumexp(
-        -1, keepdim=True
-    )
+    conditional = (log_probs + corrections).log_softmax(-1) + log_probs.logsumexp(-1, keepdim=True)
     conditional = conditional.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
     return replace(marginals, conditional=conditional)
 

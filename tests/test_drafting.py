@@ -68,7 +68,7 @@ SHAPES = {"defaults": ({}, 12), "top_k=2": ({"tree_top_k": 2}, 2), "chain": ({"t
 @pytest.mark.parametrize("fields, top_k", SHAPES.values(), ids=SHAPES)
 def test_get_candidates_is_draft_and_search(target, fields, top_k):
     """The best-first tree of the draft's own log-probabilities, round after round."""
-    drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12, **fields)
+    drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12, draft_text_weight=0, **fields)
     whole, parts = (DDTreeCandidateGenerator(drafter, target, config) for _ in range(2))
     for context in (context_of(9), Context(context_of(3).hidden_states, torch.arange(9, 12)[None])):
         tree = whole.get_candidates(PROMPT, context, max_depth=5)

@@ -20,6 +20,8 @@ from .statistics import quotient, ratio_of_sums, rounded, with_error
 
 BUDGETS = (16, 32, 64)
 MARGINAL = "marginals alone"
+NO_TRANSITION: dict[str, Any] = {"draft_transition": False}
+NO_TEXT: dict[str, Any] = {"draft_text_weight": 0.0}
 LEGEND = (
     "Tokens per round on held-out greedy text, replayed, with the standard error over texts; against marginals: as a\n"
     "multiple of the same drafter's marginals at the same budget."
@@ -28,17 +30,17 @@ LEGEND = (
 
 def sources(drafter: DFlashDraftModel, table: Path | None) -> dict[str, dict[str, Any]]:
     """Config fields by name: nothing, each source by itself, and all at once."""
-    fields: dict[str, dict[str, Any]] = {}
-    if drafter.transition is not None:
-        fields["transition"] = {}
+    table_alone = {"draft_table": str(table), **NO_TRANSITION, **NO_TEXT}
+    fields = {MARGINAL: {**NO_TRANSITION, **NO_TEXT}, "running text": NO_TRANSITION}
     if table is not None:
-        fields["bigram table"] = {"draft_transition": False, "draft_table": str(table)}
-    fields["running text"] = {"draft_transition": False, "draft_text_weight": 0.5}
+        fields["bigram table"] = table_alone
+        fields["bigram table, text"] = {**table_alone, "draft_text_weight": DDTreeConfig().draft_text_weight}
     if drafter.transition is not None:
-        fields["transition, running text"] = {"draft_text_weight": 0.5}
+        fields["transition"] = NO_TEXT
+        fields["transition, text"] = {}
     if table is not None and drafter.transition is not None:
-        fields["all three"] = {"draft_table": str(table), "draft_table_weight": 0.25, "draft_text_weight": 0.5}
-    return {MARGINAL: {"draft_transition": False}, **fields}
+        fields["all three"] = {"draft_table": str(table), "draft_table_weight": 0.2}
+    return fields
 
 
 @torch.no_grad()

@@ -27,10 +27,11 @@ def contenders(drafter: DFlashDraftModel, temperature: float, budget: int, max_n
     """Sampling methods by name; all sample the whole vocabulary at `temperature`."""
     common = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": max_new_tokens}
     chain = {"tree_shape": "chain", **common}
+    paper = {"draft_noise_scale": 0.0, "draft_temperature": 1.0, "draft_transition": False, "draft_text_weight": 0.0}
     return {
         race.PLAIN: (GenerationConfig(**common), None),
         UPSTREAM: (GenerationConfig(speculation_type="dflash", **common), drafter),
-        PAPER: (DDTreeConfig(tree_budget=budget, draft_noise_scale=0.0, draft_temperature=1.0, **common), drafter),
+        PAPER: (DDTreeConfig(tree_budget=budget, **paper, **common), drafter),
         COUPLED: (DDTreeConfig(tree_budget=budget, **common), drafter),
         "chain, coupled": (DDTreeConfig(**chain), drafter),
         "chain, token rejection": (DDTreeConfig(acceptance="token", **chain), drafter),

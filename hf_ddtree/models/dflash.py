@@ -135,8 +135,8 @@ class DFlashDraftModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Transition):
-            init.zeros_(module.up_proj.weight)  # changes nothing until it is trained
+        if self.transition is not None and module is self.transition.up_proj:
+            init.zeros_(module.weight)  # changes nothing until it is trained
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,12 +83,12 @@ def drafts_over(drafter: DFlashDraftModel, target: PreTrainedModel, item: Target
 
 
 def held_configs(drafter: DFlashDraftModel, budgets: tuple[int, ...] = (16, 32, 64)) -> dict[str, DDTreeConfig]:
-    """The chain and a tree of each budget; trees without the transition too, where the drafter has one."""
+    """The chain and a tree of each budget; for comparison trees of the marginals alone."""
     configs = {"chain": DDTreeConfig(tree_shape="chain", tree_budget=drafter.config.block_size - 1)}
     for budget in budgets:
         configs[f"tree-{budget}"] = DDTreeConfig(tree_budget=budget)
-        if drafter.transition is not None:
-            configs[f"tree-{budget}-marginal"] = DDTreeConfig(tree_budget=budget, draft_transition=False)
+        marginal = {"draft_transition": False, "draft_text_weight": 0.0}
+        configs[f"tree-{budget}-marginal"] = DDTreeConfig(tree_budget=budget, **marginal)
     return configs
 
 
