@@ -75,7 +75,7 @@ def test_loss_is_the_plain_cross_entropy(target, features):
     changed = torch.where(seen[..., None], hidden + drafter.transition(hidden, embedding(parents)), hidden)
     weights = torch.exp(-torch.arange(7.0) / 4).expand(2, 2, 7)[known]
     soft = 0.8 * target.lm_head(batch.final[known]).softmax(-1)
-    soft = soft + 0.2 * torch.nn.functional.one_hot(batch.labels[known], VOCAB)
+    soft = soft + 0.2 * torch.nn.functional.one_hot(soft.argmax(-1), VOCAB)
     losses = torch.nn.functional.cross_entropy(target.lm_head(changed[known]), soft.detach(), reduction="none")
     expected = (weights * losses).sum() / weights.sum()
 

@@ -17,8 +17,8 @@ SHAPE = (
     *("num_hidden_layers", "hidden_size", "block_size", "mask_token_id", "target_layer_ids", "transition_rank"),
     *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
 )
-# Settings that may change between the parts of a run: how long it is and what it prints.
-FREE_SETTINGS = ("steps", "minutes", "evaluations", "save_seconds", "micro_batches")
+# Settings that may change between the parts of a run: how long it is, how fast it learns, what it prints.
+FREE_SETTINGS = ("steps", "minutes", "learning_rate", "evaluations", "save_seconds", "micro_batches")
 
 
 def save_checkpoint(path: Path, trainer: Trainer) -> None:

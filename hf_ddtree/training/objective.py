@@ -1,7 +1,7 @@
 """The DFlash training objective: random anchors, block-diagonal attention, early positions weighted.
 
-Source: https://arxiv.org/abs/2602.06036, section 4. Added to it: distillation to the target's distribution, and the
-transition, which some positions are trained with and the others without.
+Source: https://arxiv.org/abs/2602.06036, section 4. Other than there, the labels are the target's own, its distribution
+and its most probable token, in place of the text's; and some positions are trained with the transition.
 """
 
 from dataclasses import dataclass, fields
@@ -131,14 +131,15 @@ class _HeadCrossEntropy(torch.autograd.Function):
     CHUNK, ACCELERATOR_CHUNK = 128, 4096  # rows
 
     @staticmethod
-    def forward(ctx, hidden, final, head_weight, labels_and_weights, distillation):
-        labels, weights = labels_and_weights
+    def forward(ctx, hidden, final, head_weight, weights, distillation):
         gradient = torch.empty_like(hidden)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk = _HeadCrossEntropy.CHUNK if hidden.device.type == "cpu" else _HeadCrossEntropy.ACCELERATOR_CHUNK
         for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
-            wanted = (final[rows] @ head_weight.T).float().softmax(dim=-1).mul_(distillation)
-            wanted.scatter_add_(1, labels[rows, None], wanted.new_full((len(rows), 1), 1 - distillation))
+            targets = (final[rows] @ head_weight.T).float()
+            best = targets.argmax(dim=-1, keepdim=True)
+            wanted = targets.softmax(dim=-1).mul_(distillation)
+            wanted.scatter_add_(1, best, wanted.new_full(best.shape, 1 - distillation))
             logits = (hidden[rows] @ head_weight.T).float()
             log_total = logits.logsumexp(dim=-1, keepdim=True)
             row_losses = log_total.squeeze(1) - (wanted * logits).sum(dim=-1)
@@ -157,7 +158,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
 class BlockLoss(nn.Module):
     """Drafter forward and loss as one module, which is what data parallelism wraps.
 
-    Cross entropy against `distillation` of the target's distribution plus the rest of the label itself.
+    Cross entropy against `distillation` of the target's distribution plus the rest of its most probable token: what
+    sampling and what greedy decoding take.
 
     Args:
         drafter: trained; the embedding and the head are the target's and stay as they are.
@@ -185,14 +187,8 @@ class BlockLoss(nn.Module):
             hidden = add_transition(self.drafter.transition, hidden, embedding, batch.labels, with_parent)
         known = columns >= 0
         weights = row_weights(columns, self.decay)[known] / total_weight
-        dtype = head.weight.dtype
-        return _HeadCrossEntropy.apply(
-            hidden[known].to(dtype),
-            batch.final[known].to(dtype),
-            head.weight,
-            (columns[known], weights),
-            self.distillation,
-        )
+        drafted, wanted = (states[known].to(head.weight.dtype) for states in (hidden, batch.final))
+        return _HeadCrossEntropy.apply(drafted, wanted, head.weight, weights, self.distillation)
 
 
 def add_transition(

@@ -94,6 +94,9 @@ def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
     """Raises ValueError, before any work, where the command line does not fit the target."""
     if (options.steps is not None and options.steps < 1) or (options.minutes is not None and options.minutes <= 0):
         raise ValueError(f"`--steps` is {options.steps}, `--minutes` {options.minutes}; give one of them, above 0.")
+    for name in ("rows", "blocks", "accumulate"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"`--{name}` is {getattr(options, name)}; it must be at least 1.")
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     mask = options.mask_token_id
     if mask is not None and not 0 <= mask < vocab_size:

@@ -34,7 +34,7 @@ class TrainingSettings:
         rows, blocks: sequences per step, over all processes, and anchors per sequence.
         micro_batches: forwards per step and process; the update is that of one forward over all rows.
         learning_rate: peak, for matrices (Muon, update size matched to AdamW's) and vectors (AdamW) alike.
-        distillation: share of the target's distribution in the training target; the rest is the text itself.
+        distillation: share of the target's distribution in the labels; the rest is its most probable token.
         decay: depths over which the loss weight falls by e.
         with_parent: share of the positions below the first depth that are trained with the transition.
         min_count: answer tokens rarer than this are left out of the loss's vocabulary.
@@ -49,7 +49,7 @@ class TrainingSettings:
     blocks: int = 32
     micro_batches: int = 1
     learning_rate: float = 1e-2
-    distillation: float = 0.8
+    distillation: float = 0.5
     decay: float = 4.0
     with_parent: float = 0.6
     min_count: int = 2
