@@ -39,7 +39,7 @@ class TrainingSettings:
         with_parent: share of the positions below the first depth that are trained with the transition.
         min_count: answer tokens rarer than this are left out of the loss's vocabulary.
         evaluations: on held-out text, evenly spread over the run.
-        save_seconds: time between checkpoints.
+        save_seconds: of training between checkpoints.
         seed: of the order of sequences and anchors.
     """
 
@@ -140,7 +140,7 @@ class Trainer:
     def run(self) -> None:
         """Trains to the end of the schedule, evaluating and saving on the way."""
         evaluations = self.settings.evaluations
-        saved = time.monotonic()
+        saved = self.schedule.elapsed  # all processes have the same, so all save at the same step
         with tqdm(
             total=100.0, initial=round(100 * self.schedule.progress, 2), desc="training", bar_format=BAR_FORMAT
         ) as bar:
@@ -152,9 +152,9 @@ class Trainer:
                 due = int(progress * evaluations) > int(before * evaluations)
                 if due:
                     self.evaluate()
-                if due or time.monotonic() - saved > self.settings.save_seconds:
+                if due or self.schedule.elapsed - saved > self.settings.save_seconds:
                     self.save(final=progress >= 1)
-                    saved = time.monotonic()
+                    saved = self.schedule.elapsed
 
     @property
     def mean_loss(self) -> float:
