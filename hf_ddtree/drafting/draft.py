@@ -48,7 +48,8 @@ class Draft:
         logits = self.logits.float()
         if noise is not None:
             logits = logits + noise
-        temperature = torch.tensor(config.tree_temperature, device=logits.device)
+        uniform = min(max(config.tree_temperature, 1e-30), 1e30)  # what float32 can divide by
+        temperature = logits.new_full((logits.shape[1], 1), uniform)
         if config.draft_temperature is None and self.temperatures is not None:
             temperature = self.temperatures
         candidates = config.candidates_per_depth
