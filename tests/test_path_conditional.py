@@ -169,10 +169,11 @@ TARGETS = {
     "softcapped": lambda: make_target("gemma3", initializer_range=0.2, final_logit_softcapping=2.0),
     "head only called": wrapped_head,
 }
+NOTHING = {"draft_transition": False, "draft_text_weight": 0.0}
 # The drafts are random, so that weights of this size decide what is in the tree.
 SOURCES = {
-    "transition": {"draft_transition": True},
-    "table": {"draft_transition": False, "draft_table_weight": 3.0},
+    "transition": {"draft_transition": True, "draft_text_weight": 0.0},
+    "table": {**NOTHING, "draft_table_weight": 3.0},
     "text": {"draft_transition": False, "draft_text_weight": 4.0},
     "all": {"draft_table_weight": 2.0, "draft_text_weight": 2.0},
 }
@@ -233,7 +234,7 @@ def drafted(drafter, target, **fields):
 @torch.no_grad()
 def test_every_source_has_its_say(target, table_file):
     drafter = with_transition(target)
-    plain = drafted(drafter, target, draft_transition=False)[1]
+    plain = drafted(drafter, target, **NOTHING)[1]
     assert plain.conditional is None
     said = [
         drafted(drafter, target, **fields, **({"draft_table": table_file} if "draft_table_weight" in fields else {}))[1]
@@ -322,8 +323,8 @@ def tokens_per_round(successors, **fields):
     """Over 64 tokens after a prompt that has seen every pair; token n of the text is n modulo the vocabulary."""
     target, drafter, _ = successors
     prompt = torch.arange(VOCAB + 1)[None] % VOCAB
-    fields = {"max_new_tokens": 64, "tree_budget": 64, "return_dict_in_generate": True, **fields}
-    result = decode(target, drafter, prompt, **fields)
+    fields = {"max_new_tokens": 64, "tree_budget": 64, "draft_text_weight": 0.0, **fields}
+    result = decode(target, drafter, prompt, return_dict_in_generate=True, **fields)
     assert result.sequences[0].tolist() == (torch.arange(2 * VOCAB + 1) % VOCAB).tolist()
     return result.mean_acceptance_length
 
@@ -358,9 +359,9 @@ def test_false_is_a_drafter_without_a_transition():
     drafter = with_transition(target)
     without = make_drafter(target)
     without.load_state_dict({k: v for k, v in drafter.state_dict().items() if not k.startswith("transition")})
-    one, other = (drafted(each, target, draft_transition=False)[1] for each in (drafter, without))
+    one, other = (drafted(each, target, **NOTHING)[1] for each in (drafter, without))
     assert torch.equal(one.log_probs, other.log_probs) and one.conditional is other.conditional is None
-    assert without.transition is None and drafted(without, target)[1].conditional is None
+    assert without.transition is None and drafted(without, target, draft_text_weight=0.0)[1].conditional is None
 
 
 BAD_FIELDS = {

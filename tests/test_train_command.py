@@ -64,11 +64,19 @@ def text(trained):
     return trained / "training" / "text.jsonl"
 
 
+@pytest.fixture(scope="module")
+def few(text, tmp_path_factory):
+    """The text's first 40 lines."""
+    path = tmp_path_factory.mktemp("few") / "few.jsonl"
+    path.write_text("".join(text.read_text().splitlines(keepends=True)[:40]))
+    return path
+
+
 @pytest.fixture
-def train(folder, text, tmp_path, capfd):
+def train(folder, few, tmp_path, capfd):
     """Trains for six steps, or as `extra` says; gives the exit status and what went to stderr, bars left out."""
 
-    def run(*extra, data=text, model=folder, out=tmp_path / "out"):
+    def run(*extra, data=few, model=folder, out=tmp_path / "out"):
         given = [] if data is None else ["--data", str(data)]
         status = main(["train", "--model", str(model), "--out", str(out), *given, *COMMON, "--steps", "6", *extra])
         return status, "\n".join(line for line in capfd.readouterr().err.splitlines() if "%|" not in line)
@@ -166,11 +174,11 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-def test_a_killed_run_ends_with_the_same_weights(folder, text, train, tmp_path):
+def test_a_killed_run_ends_with_the_same_weights(folder, few, train, tmp_path):
     """Killed at a random time after the first checkpoint, in the middle of writing one as well as not."""
     long = ["--steps", "60"]
     assert train(*long, out=tmp_path / "whole")[0] == 0
-    arguments = ["train", "--model", folder, "--data", text, "--out", tmp_path / "parts", *COMMON, *long]
+    arguments = ["train", "--model", folder, "--data", few, "--out", tmp_path / "parts", *COMMON, *long]
     process = start(ROOT / "tests" / "train_driver.py", *arguments)
     wait_for(tmp_path / "parts" / "training" / "checkpoint.pt", process)
     time.sleep(random.random())
@@ -307,7 +315,7 @@ def test_a_run_goes_on_with_a_lower_learning_rate(train, tmp_path):
         (["--layers", "1"], "`num_hidden_layers` 2, not 1"),
         (["--rows", "4"], "`rows` 8, not 4"),
         (["--seed", "3"], "`seed` 0, not 3"),
-        (["--sequences", "100"], "`sequences`"),
+        (["--sequences", "30"], "`sequences` 38, not 28"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_can_be_overridden(train, tmp_path, options, named):
@@ -349,17 +357,16 @@ def test_no_room_for_features_slows_the_run_only(train, tmp_path, monkeypatch, c
 
 def test_no_room_for_a_checkpoint_keeps_the_last_one(train, tmp_path, monkeypatch, caplog):
     """The run goes on to its end, which it can't keep, and says so; with room again nothing is lost."""
-    assert train("--steps", "12", out=tmp_path / "whole")[0] == 0
-    assert train("--steps", "12", out=tmp_path / "out")[0] == 0
+    assert train("--steps", "4", out=tmp_path / "out")[0] == 0
     path = tmp_path / "out" / "training" / "checkpoint.pt"
     before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.torch, "save", no_room)
-        status, errors = train("--steps", "20")
+        status, errors = train("--steps", "8")
     assert status == 1 and "could not be written" in errors and "make room" in errors
     assert "Training goes on" in caplog.text
     assert path.read_bytes() == before and [each.name for each in path.parent.glob("*.partial")] == []
-    assert train("--steps", "20")[0] == 0 and state_of(tmp_path / "out")["step"] == 20
+    assert train("--steps", "8")[0] == 0 and state_of(tmp_path / "out")["step"] == 8
 
 
 # The other commands
@@ -409,7 +416,8 @@ def test_bench_drafter_measures_every_source(folder, trained, text, table, tmp_p
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record == json.loads((tmp_path / "out.json").read_text())
     lengths = {(row["source"], row["budget"]): row["acceptance_length"] for row in record["acceptance"]}
-    assert len(lengths) == 18 and lengths["transition", 16] > 1.12 * lengths["marginals alone", 16]
+    assert {name for name, _ in lengths} >= {"running text", "bigram table", "all three"}
+    assert lengths["transition", 16] > 1.12 * lengths["marginals alone", 16]
     assert all(lengths["all three", budget] > lengths["marginals alone", budget] for budget in (16, 32, 64))
     assert set(record["reliability"]) == {"uncalibrated", "calibrated"}
     assert all(sum(each["nodes"] for each in bins) > 100 for bins in record["reliability"].values())
