@@ -35,10 +35,11 @@ def add_drafter_commands(commands: Any) -> None:
     inspect.add_argument("--model", help="check it against this target")
     inspect.set_defaults(run=_run_inspect)
 
-    export = commands.add_parser("export", help="write a drafter in another engine's layout")
+    export = commands.add_parser("export", help="write a drafter for another engine, without its transition")
     export.add_argument("drafter", help="folder or Hub name")
     export.add_argument("out", type=Path, help="folder to write")
     export.add_argument("--layout", required=True, choices=LAYOUTS)
+    export.add_argument("--model", help="the target's name, which a speculators checkpoint carries")
     export.set_defaults(run=_run_export)
 
 
@@ -116,7 +117,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    export_drafter(options.drafter, options.out, options.layout)
+    export_drafter(options.drafter, options.out, options.layout, options.model)
     print(f"{options.out}: written in the {options.layout} layout")
     return 0
 

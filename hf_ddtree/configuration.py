@@ -44,7 +44,8 @@ class DDTreeConfig(GenerationConfig):
     Args:
         tree_budget: nodes drafted per round, the root left out. 0 drafts nothing: plain decoding by the same loop.
         tree_shape: "best_first", the paper's tree, or "chain", the drafter's best token at each depth.
-        tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact.
+        tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact, and no fewer
+            than 32 where drafts depend on their parents.
         draft_block_size: noise block of the drafter, its anchor included, so that `draft_block_size - 1` is the
             greatest depth of a tree; None = the block size the drafter was trained with.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the

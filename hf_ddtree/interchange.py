@@ -28,7 +28,10 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # other dtypes of weights, qu
 def export_drafter(
     source: str | os.PathLike, out: str | os.PathLike, layout: str, target_name: str | None = None
 ) -> Path:
-    """Writes a drafter, read in any layout, to the folder `out` in `layout`; its weights are unchanged.
+    """Writes a drafter, read in any layout, to the folder `out` in `layout`, for other engines; weights are unchanged.
+
+    A transition, and the calibration fitted with it, is left out: other engines do not know it, and the drafter's own
+    distributions do without.
 
     Args:
         source: folder, or name on the Hub.
@@ -48,10 +51,14 @@ def export_drafter(
         raise ValueError(f"`layout` is {layout!r}; it is one of {', '.join(LAYOUTS)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"`out` is {str(out)!r}, which holds something already; give a new or an empty folder.")
-    config = DFlashConfig.from_pretrained(source).to_dict()
-    written = config if layout == "published" else from_published(config, layout, target_name)
+    config = DFlashConfig.from_pretrained(source)
+    if config.transition_rank:
+        config.transition_rank, config.depth_temperatures = 0, None
+    fields = config.to_dict()
+    written = fields if layout == "published" else from_published(fields, layout, target_name)
 
     drafter = DFlashDraftModel.from_pretrained(source, dtype="auto")
+    drafter.config, drafter.transition = config, None
     if layout == "published":
         drafter.save_pretrained(out)
         return out

@@ -84,8 +84,18 @@ def test_transition_and_calibration(target, tmp_path):
     assert said["transition"] == "path-conditional, rank 4"
     assert said["calibration"] == "1, 1.25, 1.5, 1.5, 1.5, 2, 2 by depth"
     assert said["fits"] == "yes, qwen3" and "incomplete" not in said
-    with pytest.raises(ValueError, match="`transition_rank` 4"):
-        export_drafter(tmp_path, tmp_path / "out", "speculators")
+
+
+@pytest.mark.parametrize("layout", ["published", "assistant", "speculators"])
+def test_exports_leave_the_transition_out(target, tmp_path, layout):
+    """Other engines do not know it."""
+    drafter = make_drafter(target, transition_rank=4, depth_temperatures=[1.5] * 7)
+    drafter.save_pretrained(tmp_path / "ours")
+    exported = DFlashDraftModel.from_pretrained(export_drafter(tmp_path / "ours", tmp_path / "theirs", layout))
+    assert exported.transition is None and exported.config.depth_temperatures is None
+    kept = {name: tensor for name, tensor in drafter.state_dict().items() if not name.startswith("transition")}
+    assert kept.keys() == exported.state_dict().keys()
+    assert all(torch.equal(tensor, exported.state_dict()[name]) for name, tensor in kept.items())
 
 
 @pytest.mark.parametrize("layout", ["published", "assistant", "speculators"])

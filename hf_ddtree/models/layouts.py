@@ -183,7 +183,6 @@ def from_published(config: dict[str, Any], layout: str, target_name: str | None 
     fields = {**config, **config["dflash_config"]}
     causal = fields["is_causal"] or (fields["is_causal"] is None and "sliding_attention" in fields["layer_types"])
     homeless = {
-        "transition_rank": fields.get("transition_rank"),
         "is_causal": fields["is_causal"] if layout == "speculators" else causal,
         "attention_bias": fields["attention_bias"] and layout == "assistant",
         "vocab_size": layout == "speculators" and fields["vocab_size"] is None,
