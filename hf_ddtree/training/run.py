@@ -21,7 +21,7 @@ from .features import FeatureStore
 from .initialise import choose_mask_token, drafter_from_checkpoint, drafter_from_target
 from .selfgen import TextSettings, generate_text
 from .sources import Limits, load_prompts, load_sequences
-from .trainer import Trainer, TrainingData, TrainingSettings
+from .trainer import Trainer, TrainingData, TrainingSettings, check_rows
 
 logger = get_logger(__name__)
 
@@ -52,6 +52,7 @@ def train_drafter(options: argparse.Namespace) -> None:
     place = Workplace(options.out)
     target, tokenizer = _load(options, accelerator.device)
     check_options(options, target)
+    check_rows(options.rows, accelerator.num_processes * options.accumulate)
     with accelerator.main_process_first():
         sequences = _text(options, target, tokenizer, place)
     train, held = _split(sequences)

@@ -110,11 +110,7 @@ class Trainer:
         self.schedule = Schedule(settings.learning_rate, settings.steps, settings.minutes)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.losses: deque[float] = deque(maxlen=50)
-        shares = self.accelerator.num_processes * settings.micro_batches
-        if settings.rows % shares:
-            raise ValueError(
-                f"`--rows` is {settings.rows}, no multiple of {shares}, processes times `--accumulate`; make it one."
-            )
+        check_rows(settings.rows, self.accelerator.num_processes * settings.micro_batches)
         self.head = self._restricted_head()
         loss = BlockLoss(drafter, target.get_input_embeddings(), self.head, settings.distillation, settings.decay)
         matrices = [p for p in drafter.parameters() if p.ndim == 2]
@@ -184,7 +180,8 @@ class Trainer:
         if not total - total == 0:
             raise FloatingPointError(
                 f"The loss is {total} at step {self.schedule.step}; lower `--learning-rate` "
-                f"({self.settings.learning_rate}) and run again, which goes on from the last checkpoint in {self.out}."
+                f"({self.settings.learning_rate}) and run again, which goes on from the last checkpoint in {self.out}; "
+                "if that went wrong too, --no-resume starts over."
             )
         self.accelerator.clip_grad_norm_(self.drafter.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -269,6 +266,12 @@ class Trainer:
         if path.exists():
             load_checkpoint(path, self)
         return path.exists()
+
+
+def check_rows(rows: int, shares: int) -> None:
+    """Raises ValueError where `rows` can't be shared out evenly."""
+    if rows % shares:
+        raise ValueError(f"`--rows` is {rows}, no multiple of {shares}, processes times `--accumulate`; make it one.")
 
 
 BAR_FORMAT = "{desc}: {percentage:.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
