@@ -25,6 +25,7 @@ DEMO_DRAFTER = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-inst
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     options = _parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -238,7 +238,7 @@ def test_accumulated_steps_are_whole_steps(written, halves):
 def test_two_processes_are_two_forwards_per_step_bit_for_bit(written, halves, tmp_path):
     """The text is written by the first; gradients are summed in the same order."""
     out = tmp_path / "out"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_ddtree.cli"]
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "hf_ddtree.cli"]
     assert start(*launcher, *written[1], "--out", out).wait() == 0
     assert (out / "training" / "text.jsonl").read_text() == (halves / "training" / "text.jsonl").read_text()
     assert state_of(out)["losses"] == state_of(halves)["losses"] != state_of(written[0])["losses"]

@@ -134,13 +134,13 @@ class BigramTable:
         """
         try:
             with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
+                other = int(file.metadata()["vocab_size"])
                 tensors = {name: file.get_tensor(name) for name in ("keys", "values", "parents", "unseen")}
         except Exception as error:
             raise ValueError(
                 f"`draft_table` is {str(path)!r}, no bigram table ({error}); make one with `hf-ddtree table`."
             ) from error
-        if (other := int(metadata.get("vocab_size", -1))) != vocab_size:
+        if other != vocab_size:
             raise ValueError(
                 f"`draft_table` {str(path)!r} is of a vocabulary of {other} tokens and the target's has {vocab_size}; "
                 "make one for this target with `hf-ddtree table`."

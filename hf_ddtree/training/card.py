@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 
 from ..models.dflash import DFlashDraftModel
@@ -68,7 +67,7 @@ def write_card(out: Path, drafter: DFlashDraftModel, figures: dict[str, float], 
         caveat="" if options.data is None or options.answer_with_target else " of the data",
         figures=_table(["", "value"], [[name, f"{value:.3f}"] for name, value in figures.items()]),
         temperatures=", ".join(map(str, config.depth_temperatures or [])),
-        command=shlex.join(["hf-ddtree", *sys.argv[1:]]),
+        command=shlex.join(["hf-ddtree", *options.arguments]),
         log=_log_table(out / "training" / "log.jsonl"),
     )
     if path.exists() and MARK not in path.read_text():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import get_logger
+from transformers.utils.logging import disable_progress_bar, get_logger
 
 from ..configuration import DDTreeConfig
 from ..models.dflash import DFlashDraftModel
@@ -26,6 +26,10 @@ from .trainer import Trainer, TrainingData, TrainingSettings, check_rows
 logger = get_logger(__name__)
 
 LAYERS, BLOCK_SIZE = 4, 8
+POSITIVE = (
+    *("rows", "blocks", "accumulate", "learning_rate", "min_count"),
+    *("sequences", "answer_tokens", "batch_size", "max_length"),
+)
 HELD_SEQUENCES = 48  # evaluated on, at most
 
 
@@ -49,6 +53,9 @@ def train_drafter(options: argparse.Namespace) -> None:
         FloatingPointError: the loss went wrong.
     """
     accelerator = Accelerator(mixed_precision="bf16" if options.dtype == "bfloat16" else "no", cpu=options.cpu)
+    if not accelerator.is_main_process:
+        disable_progress_bar()
+    accelerator.print(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
     place = Workplace(options.out)
     target, tokenizer = _load(options, accelerator.device)
     check_options(options, target)
@@ -95,9 +102,9 @@ def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
     """Raises ValueError, before any work, where the command line does not fit the target."""
     if (options.steps is not None and options.steps < 1) or (options.minutes is not None and options.minutes <= 0):
         raise ValueError(f"`--steps` is {options.steps}, `--minutes` {options.minutes}; give one of them, above 0.")
-    for name in ("rows", "blocks", "accumulate"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"`--{name}` is {getattr(options, name)}; it must be at least 1.")
+    for name in POSITIVE:
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise ValueError(f"`--{name.replace('_', '-')}` is {value}; it must be above 0.")
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     mask = options.mask_token_id
     if mask is not None and not 0 <= mask < vocab_size:
@@ -115,8 +122,13 @@ def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
 
 def _load(options: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     folder = smollm2_path() if options.model == "smollm2" else options.model
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(device).eval()
-    return target.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    try:
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(device).eval()
+        return target.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`--model {options.model}` can't be loaded; give a folder or a Hub name, with a tokenizer: {error}"
+        ) from error
 
 
 def _text(
