@@ -12,9 +12,9 @@ from stubs import BLOCK, VOCAB, StubDrafter, decode, greedy, make_drafter, make_
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 from hf_ddtree.drafting import DDTreeCandidateGenerator
-from hf_ddtree.drafting.corrections import BigramTable, is_plain_linear, logits_of_change, running_text_correction
+from hf_ddtree.drafting.corrections import BigramTable, logits_of_change, running_text_correction
 from hf_ddtree.drafting.draft import Draft
-from hf_ddtree.models.dflash import head_logits
+from hf_ddtree.models.head import head_logits, is_plain_linear
 from hf_ddtree.target import Context
 from hf_ddtree.training.bigrams import PRIOR, count_bigrams, save_table
 from hf_ddtree.tree import Marginals, build_tree_by_heap, build_tree_by_level, condition, top_marginals

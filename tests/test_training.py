@@ -79,7 +79,7 @@ def test_loss_is_the_plain_cross_entropy(target, features):
     losses = torch.nn.functional.cross_entropy(target.lm_head(changed[known]), soft.detach(), reduction="none")
     expected = (weights * losses).sum() / weights.sum()
 
-    head = RestrictedHead(target.lm_head.weight, torch.arange(VOCAB))
+    head = RestrictedHead(target, torch.arange(VOCAB))
     total = float(row_weights(head.columns(batch.labels), 4.0).sum())
     loss = BlockLoss(drafter, embedding, head, distillation=0.8, decay=4.0)(batch, with_parent, total)
     torch.testing.assert_close(loss, expected)

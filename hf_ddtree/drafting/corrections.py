@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..models.dflash import DFlashDraftModel, head_logits, noise_embeddings
+from ..models.dflash import DFlashDraftModel, noise_embeddings
+from ..models.head import capped, head_logits, is_plain_linear, logit_scale, logit_softcap
 from .draft import Correction
 
 TEXT_WINDOW = 4096  # tokens; bounds what sorting them costs each round
@@ -66,9 +66,11 @@ def _transition(
     if depth < 2:  # the root, parent of the first depth, is in the noise block: the drafter knows it
         return correction
     assert drafter.transition is not None
+    embedding = target.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
+    embeddings = noise_embeddings(embedding, parents[1:].clamp(max=rows - 1))  # a padded head may have more rows
     states = states[1:depth, None]  # [depth - 1, 1, hidden]
-    embeddings = noise_embeddings(target.get_input_embeddings(), parents[1:]).to(states.device, states.dtype)
-    change = drafter.transition(states, embeddings)
+    change = drafter.transition(states, embeddings.to(states.device, states.dtype))
     correction[1:] = logits_of_change(target, states, change, children[1:])
     return correction
 
@@ -82,28 +84,24 @@ def logits_of_change(
         states: [depth, 1, hidden]. change: [depth, k, hidden]. children: [depth, children] token ids.
     """
     head = target.get_output_embeddings()
-    softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-    if is_plain_linear(head) and softcap is None:
-        rows = head.weight[children.to(head.weight.device)].to(change.device, change.dtype)  # [depth, children, hidden]
-        return (change @ rows.transpose(1, 2)).float().to(children.device)
-    # Quantised, sharded or softcapped heads can only be called: the whole vocabulary, then the children's.
-    chosen = children[:, None].expand(-1, change.shape[1], -1)
+    if not is_plain_linear(head):
+        return _called_logits(target, states + change, children) - _called_logits(target, states, children)
+    place = children.to(head.weight.device)
+    rows = head.weight[place].to(change.device, change.dtype).transpose(1, 2)  # [depth, hidden, children]
+    scale, softcap = logit_scale(target.config), logit_softcap(target.config)
+    added = (change @ rows).float() * scale
+    if softcap is not None:
+        bias = 0.0 if head.bias is None else head.bias[place][:, None].to(change.device).float()
+        plain = ((states @ rows).float() + bias) * scale
+        added = capped(plain + added, softcap) - capped(plain, softcap)
+    return added.to(children.device)
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        whole = head_logits(target, hidden.flatten(0, 1).to(target.device, target.dtype)).float()
-        return whole.view(*hidden.shape[:2], -1).to(children.device)
 
-    return logits(states + change).gather(2, chosen) - logits(states).expand(-1, change.shape[1], -1).gather(2, chosen)
-
-
-def is_plain_linear(head: nn.Module) -> bool:
-    """Whether the rows of the head's weight may be read: torch's own linear layer in floating point, without hooks."""
-    return (
-        type(head) is nn.Linear
-        and head.weight.is_floating_point()
-        and head.weight.device.type != "meta"
-        and not hasattr(head, "_hf_hook")
-    )
+def _called_logits(target: PreTrainedModel, states: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
+    """The same of quantised and sharded heads, which can only be called: the whole vocabulary, then the children's."""
+    flat = states.flatten(0, 1).to(target.device, target.dtype)
+    whole = head_logits(target, flat).float().view(*states.shape[:2], -1).to(children.device)
+    return whole.gather(2, children[:, None].expand(-1, states.shape[1], -1))
 
 
 class BigramTable:

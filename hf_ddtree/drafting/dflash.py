@@ -8,7 +8,8 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..configuration import DDTreeConfig
-from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, head_logits, noise_embeddings
+from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, noise_embeddings
+from ..models.head import head_logits
 from ..target import Context
 from ..tree import Tree, build_tree, root_tree
 from .corrections import Corrections

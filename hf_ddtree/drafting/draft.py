@@ -24,7 +24,7 @@ class Draft:
         root: [1, 1] the last committed token.
         logits: [1, depth, vocab], each depth by itself.
         corrections: what is known of a token after its parent; none where depths are taken for independent.
-        temperatures: [depth, 1] calibrated temperature of each depth's logits, or None for 1.
+        temperatures: [depths, 1] calibrated temperature of each depth's logits, of `depth` depths at least; None = 1.
     """
 
     root: torch.Tensor
@@ -36,8 +36,7 @@ class Draft:
         """The same without what is deeper than `depth`."""
         if depth >= self.logits.shape[1]:
             return self
-        temperatures = None if self.temperatures is None else self.temperatures[:depth]
-        return replace(self, logits=self.logits[:, :depth], temperatures=temperatures)
+        return replace(self, logits=self.logits[:, :depth])
 
     def marginals(self, config: DDTreeConfig, noise: torch.Tensor | None = None) -> Marginals:
         """The candidates of each depth and their log-probabilities under (logits + noise + correction) / temperature.
@@ -51,7 +50,7 @@ class Draft:
         uniform = min(max(config.tree_temperature, 1e-30), 1e30)  # what float32 can divide by
         temperature = logits.new_full((logits.shape[1], 1), uniform)
         if config.draft_temperature is None and self.temperatures is not None:
-            temperature = self.temperatures
+            temperature = self.temperatures[: logits.shape[1]]
         candidates = config.candidates_per_depth
         corrected = bool(self.corrections) and config.tree_shape == "best_first"
         if corrected and config.tree_top_k is None:

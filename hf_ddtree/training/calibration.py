@@ -13,13 +13,15 @@ from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
 from ..drafting.corrections import Corrections
-from ..models.dflash import DFlashDraftModel, head_logits, noise_embeddings
+from ..models.dflash import DFlashDraftModel, noise_embeddings
+from ..models.head import head_logits
 from ..tree import build_tree
 from .data import TargetFeatures
 from .evaluation import TextDrafts, drafts_over
 
 GRID = torch.logspace(math.log10(0.2), math.log10(3.0), 56)  # 5% apart
-MIN_POSITIONS = 30  # fewer of a depth tell nothing
+# Of each depth: fewer positions tell nothing, more only cost time.
+MIN_POSITIONS, MAX_POSITIONS = 30, 2000
 
 
 @torch.no_grad()
@@ -48,6 +50,8 @@ def fit_depth_temperatures(
             usable = len(answer) - 1 - index  # anchors whose label at this depth is text
             if usable < 1:
                 break
+            if counts[index] >= MAX_POSITIONS:
+                continue
             labels = answer[index + 1 :][:usable, None]
             logits = _logits_after(drafter, target, drafts, index, answer[index:][:usable])
             for number, temperature in enumerate(GRID.tolist()):

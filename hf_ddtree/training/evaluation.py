@@ -10,7 +10,8 @@ from ..acceptance import Choose, walk
 from ..configuration import DDTreeConfig
 from ..drafting.corrections import Corrections
 from ..drafting.draft import Draft
-from ..models.dflash import DFlashDraftModel, head_logits
+from ..models.dflash import DFlashDraftModel
+from ..models.head import head_logits
 from ..tree import build_tree
 from .data import TargetFeatures
 from .objective import build_batch, draft_hidden_states

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration import DDTreeConfig
 from ..drafting.dflash import check_drafter
-from ..models.dflash import DFlashDecoderLayer, DFlashDraftModel
+from ..models.dflash import DFlashDraftModel
 from ..models.dflash_config import DFlashConfig
 
 TAPS = 4
+QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -29,8 +30,9 @@ SHARED_FIELDS = (
 def drafter_from_target(target: PreTrainedModel, num_layers: int, **fields: Any) -> DFlashDraftModel:
     """Builds a drafter in float32.
 
-    Where the target's layers are llama-like (q/k/v/o, gated MLP, two norms) its last `num_layers` are copied, and the
-    context projection passes the last tap through, so that training begins near a working model. Else it begins random.
+    Where the target's layers are those of llama or Qwen3 (q/k/v/o, gated SiLU MLP, two norms) its last `num_layers`
+    are copied, and the context projection passes the last tap through, so that training begins near a working model.
+    Else it begins random.
 
     Args:
         num_layers: of the drafter.
@@ -50,10 +52,17 @@ def drafter_from_target(target: PreTrainedModel, num_layers: int, **fields: Any)
     taps = fields.pop("target_layer_ids", None) or sorted({round(below * (i + 1) / TAPS) for i in range(TAPS)})
     if min(taps) < 0 or max(taps) >= depth or len(set(taps)) < len(taps):
         raise ValueError(f"`--target-layer-ids` is {taps}; the target has layers 0..{depth - 1}, each taken once.")
+    heads = source.num_attention_heads
+    shape = {
+        "intermediate_size": 4 * source.hidden_size,
+        "num_key_value_heads": heads,
+        **{name: value for name in SHARED_FIELDS if (value := getattr(source, name, None)) is not None},
+    }
+    layers = list(getattr(target.get_decoder(), "layers", []))[-num_layers:]
     config = DFlashConfig(
-        **{name: getattr(source, name) for name in SHARED_FIELDS if hasattr(source, name)},
-        head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        attention_bias=_has_bias(target),
+        **shape,
+        head_dim=getattr(source, "head_dim", None) or source.hidden_size // heads,
+        attention_bias=any(name.endswith("q_proj.bias") for layer in layers for name, _ in layer.named_parameters()),
         rope_parameters=_rope(source),
         num_hidden_layers=num_layers,
         num_target_layers=depth,
@@ -61,8 +70,7 @@ def drafter_from_target(target: PreTrainedModel, num_layers: int, **fields: Any)
         **fields,
     )
     drafter = DFlashDraftModel(config).float()
-    layers = list(target.get_decoder().layers)[-num_layers:]
-    if all(_is_alike(layer, original) for layer, original in zip(drafter.layers, layers, strict=True)):
+    if layers and _config_is_alike(source) and all(map(_is_alike, drafter.layers, layers)):
         _start_from(drafter, target, layers)
     return drafter
 
@@ -71,15 +79,11 @@ def drafter_from_checkpoint(folder: str, target: PreTrainedModel, transition_ran
     """A trained drafter in float32, to be trained further; a transition of another rank is begun anew.
 
     Raises:
-        ValueError: it is of another target, or has causal layers, which training does not know.
+        ValueError: it is of another target.
     """
     drafter = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
     check_drafter(drafter, target, DDTreeConfig())
     config = drafter.config
-    if config.causal_layers != "none":
-        raise ValueError(
-            f"`--start-from {folder}` has causal layers ({config.causal_layers!r}), which can't be trained."
-        )
     config.depth_temperatures = None
     config.vocab_size = config.vocab_size or target.config.get_text_config(decoder=True).vocab_size
     if transition_rank != config.transition_rank:
@@ -104,25 +108,40 @@ def choose_mask_token(tokenizer: PreTrainedTokenizerBase, counts: torch.Tensor) 
     return free[0] if free else len(counts) - 1 - int(counts.flip(0).argmin())
 
 
-def _has_bias(target: PreTrainedModel) -> bool:
-    attention = getattr(target.get_decoder().layers[0], "self_attn", None)
-    return getattr(getattr(attention, "q_proj", None), "bias", None) is not None
-
-
 def _rope(source: Any) -> dict[str, Any]:
-    """The target's RoPE parameters; those of its full attention where it has several."""
-    rope = dict(source.rope_parameters or {})
-    return rope if "rope_theta" in rope else dict(rope.get("full_attention") or {"rope_theta": 10000.0})
+    """The target's RoPE, over whole heads, which is all a drafter knows; plain where its kind depends on the length."""
+    rope = dict(getattr(source, "rope_parameters", None) or {})
+    rope = rope if "rope_type" in rope or "rope_theta" in rope else dict(rope.get("full_attention") or {})
+    rope.pop("partial_rotary_factor", None)
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
+        rope = {"rope_theta": rope.get("rope_theta")}
+    return {**rope, "rope_theta": rope.get("rope_theta") or 10000.0}
 
 
-def _is_alike(layer: DFlashDecoderLayer, original: nn.Module) -> bool:
-    """Whether every tensor that is copied has the same shape in the target's layer."""
-    theirs = {name: tensor.shape for name, tensor in original.named_parameters()}
-    return all(
-        theirs.get(name) == tensor.shape
-        for name, tensor in layer.named_parameters()
-        if name.endswith("weight") and not name.endswith(("q_norm.weight", "k_norm.weight"))
+def _config_is_alike(source: Any) -> bool:
+    """Whether the target's layers compute what the drafter's do, as far as its config says."""
+    rope = getattr(source, "rope_parameters", None) or {}
+    partial = rope.get("partial_rotary_factor") or getattr(source, "partial_rotary_factor", None) or 1.0
+    return getattr(source, "hidden_act", None) == "silu" and partial == 1.0
+
+
+def _is_alike(layer: nn.Module, original: nn.Module) -> bool:
+    """Whether a target's layer has the drafter's parameters, QK norms left out, and norms of the same kind."""
+    ours, theirs = ({n: p.shape for n, p in each.named_parameters()} for each in (layer, original))
+    for name in QK_NORMS:
+        ours.pop(name), theirs.pop(name, None)
+    biases = {name for name in ours if name.endswith("o_proj.bias")} - theirs.keys()  # Qwen2 has none there
+    return {n: s for n, s in ours.items() if n not in biases} == theirs and all(
+        _scales_by_its_weight(getattr(original, name)) for name in ("input_layernorm", "post_attention_layernorm")
     )
+
+
+@torch.no_grad()
+def _scales_by_its_weight(norm: Any) -> bool:
+    """Whether a norm is RMSNorm times its weight; Gemma's is times one more."""
+    probe = torch.linspace(-2, 3, norm.weight.shape[0], device=norm.weight.device, dtype=torch.float32)
+    expected = nn.functional.rms_norm(probe, probe.shape, eps=1e-6) * norm.weight.float()
+    return torch.allclose(norm(probe.to(norm.weight.dtype)).float(), expected, atol=0.05, rtol=0.05)
 
 
 @torch.no_grad()
@@ -149,6 +168,9 @@ def _copy_layer(layer: Any, original: Any) -> None:
             bias.zero_() if from_target is None else bias.copy_(from_target)
     layer.mlp.load_state_dict(original.mlp.state_dict())
     layer.post_attention_layernorm.weight.copy_(original.post_attention_layernorm.weight)
-    # The target has no QK norm; unit-scale weights would flatten its attention. 2 per side: scores of spread ~4.
-    layer.self_attn.q_norm.weight.fill_(2.0)
-    layer.self_attn.k_norm.weight.fill_(2.0)
+    for name in ("q_norm", "k_norm"):
+        ours, theirs = getattr(layer.self_attn, name).weight, getattr(original.self_attn, name, None)
+        if theirs is not None and theirs.weight.shape == ours.shape:
+            ours.copy_(theirs.weight)
+        else:  # unit scale would flatten the attention; 2 per side: scores of spread ~4
+            ours.fill_(2.0)

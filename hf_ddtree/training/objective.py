@@ -8,8 +8,11 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..models.dflash import DFlashDraftModel, noise_embeddings
+from ..models.dflash_config import CAUSAL_LAYER_TYPES, DFlashConfig
+from ..models.head import capped, is_plain_linear, logit_scale, logit_softcap
 from .data import TargetFeatures
 
 
@@ -87,29 +90,63 @@ def draft_hidden_states(drafter: DFlashDraftModel, embedding: nn.Module, batch: 
     hidden = drafter(
         noise_embeds=noise_embeddings(embedding, batch.noise_ids),
         context_hidden_states=batch.context,
-        attention_mask=dict.fromkeys(drafter.config.layer_types, batch.attention_mask),
+        attention_mask=layer_masks(drafter.config, batch),
         position_ids=batch.position_ids,
     ).last_hidden_state
     rows, blocks = batch.labels.shape[:2]
     return hidden.view(rows, blocks, -1, hidden.shape[-1])[:, :, 1:]
 
 
+def layer_masks(config: DFlashConfig, batch: BlockBatch) -> dict[str, torch.Tensor]:
+    """The batch's mask for each of the drafter's layer types, as the model itself masks one block after a cache.
+
+    A causal window of W is the slot and W - 1 before it; one that looks both ways reaches W to each side.
+    """
+    slots = batch.noise_ids.shape[1]
+    ahead = batch.position_ids[:, None, None, :] - batch.position_ids[:, None, -slots:, None]  # [rows, 1, slots, keys]
+    masks = {}
+    for kind in set(config.layer_types or []):
+        causal = kind in CAUSAL_LAYER_TYPES[config.causal_layers]
+        mask = batch.attention_mask & (ahead <= 0) if causal else batch.attention_mask
+        if kind == "sliding_attention":
+            mask = mask & ((ahead > -config.sliding_window) if causal else (ahead.abs() <= config.sliding_window))
+        masks[kind] = mask
+    return masks
+
+
 class RestrictedHead:
     """The target's head cut to the tokens that occur in the data, to make the loss affordable on a CPU.
 
     Args:
-        weight: [vocab, hidden] the target's head.
+        target: whose head, logit scale and softcap.
         token_ids: the tokens kept.
+
+    Raises:
+        ValueError: the head's weight can't be read.
     """
 
-    def __init__(self, weight: torch.Tensor, token_ids: torch.Tensor):
-        self.weight = weight.detach()[token_ids.to(weight.device)]
-        self.column = torch.full((weight.shape[0],), -1)
+    def __init__(self, target: PreTrainedModel, token_ids: torch.Tensor):
+        head = target.get_output_embeddings()
+        if not is_plain_linear(head):
+            raise ValueError(
+                f"The target's output head is {type(head).__name__}, whose weight can't be read; load the target with "
+                "its head in floating point and on one device."
+            )
+        scale, kept = logit_scale(target.config), token_ids.to(head.weight.device)
+        self.weight = head.weight.detach()[kept] * scale
+        self.bias = None if head.bias is None else head.bias.detach()[kept].float() * scale
+        self.softcap = logit_softcap(target.config)
+        self.column = torch.full((head.weight.shape[0],), -1)
         self.column[token_ids] = torch.arange(len(token_ids))
 
     def columns(self, labels: torch.Tensor) -> torch.Tensor:
         """Where the head has each label; -1 for those that it lacks, and past the end of a sequence."""
         return torch.where(labels >= 0, self.column.to(labels.device)[labels.clamp(min=0)], -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, kept] float32 of states [n, hidden]."""
+        logits = (hidden @ self.weight.T).float()
+        return capped(logits if self.bias is None else logits.add_(self.bias), self.softcap)
 
 
 def row_weights(columns: torch.Tensor, decay: float) -> torch.Tensor:
@@ -131,21 +168,22 @@ class _HeadCrossEntropy(torch.autograd.Function):
     CHUNK, ACCELERATOR_CHUNK = 128, 4096  # rows
 
     @staticmethod
-    def forward(ctx, hidden, final, head_weight, weights, distillation):
+    def forward(ctx, hidden, final, head, weights, distillation):
         gradient = torch.empty_like(hidden)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk = _HeadCrossEntropy.CHUNK if hidden.device.type == "cpu" else _HeadCrossEntropy.ACCELERATOR_CHUNK
         for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
-            targets = (final[rows] @ head_weight.T).float()
+            targets = head.logits(final[rows])
             best = targets.argmax(dim=-1, keepdim=True)
             wanted = targets.softmax(dim=-1).mul_(distillation)
             wanted.scatter_add_(1, best, wanted.new_full(best.shape, 1 - distillation))
-            logits = (hidden[rows] @ head_weight.T).float()
+            logits = head.logits(hidden[rows])
             log_total = logits.logsumexp(dim=-1, keepdim=True)
             row_losses = log_total.squeeze(1) - (wanted * logits).sum(dim=-1)
             loss += (row_losses * weights[rows]).sum()
-            excess = (logits - log_total).exp_().sub_(wanted).mul_(weights[rows, None])
-            gradient[rows] = excess.to(head_weight.dtype) @ head_weight
+            slope = 1.0 if head.softcap is None else 1 - (logits / head.softcap).square()
+            excess = (logits - log_total).exp_().sub_(wanted).mul_(weights[rows, None]).mul_(slope)
+            gradient[rows] = excess.to(head.weight.dtype) @ head.weight
         ctx.save_for_backward(gradient)
         return loss
 
@@ -188,7 +226,7 @@ class BlockLoss(nn.Module):
         known = columns >= 0
         weights = row_weights(columns, self.decay)[known] / total_weight
         drafted, wanted = (states[known].to(head.weight.dtype) for states in (hidden, batch.final))
-        return _HeadCrossEntropy.apply(drafted, wanted, head.weight, weights, self.distillation)
+        return _HeadCrossEntropy.apply(drafted, wanted, head, weights, self.distillation)
 
 
 def add_transition(

@@ -125,13 +125,11 @@ class Trainer:
 
     def _restricted_head(self) -> RestrictedHead:
         answers = torch.cat([sequence.tokens[sequence.prompt_length :] for sequence in self.train.sequences])
-        weight = self.target.get_output_embeddings().weight
-        if not weight.is_floating_point():
-            raise ValueError("The target's output head is quantised; load the target with its head in floating point.")
-        kept = (answers.bincount(minlength=weight.shape[0]) >= self.settings.min_count).nonzero()[:, 0]
+        vocab_size = self.target.get_output_embeddings().weight.shape[0]
+        kept = (answers.bincount(minlength=vocab_size) >= self.settings.min_count).nonzero()[:, 0]
         if len(kept) == 0:
             raise ValueError(f"No answer token occurs `min_count` {self.settings.min_count} times; give more data.")
-        return RestrictedHead(weight, kept)
+        return RestrictedHead(self.target, kept)
 
     def run(self) -> None:
         """Trains to the end of the schedule, evaluating and saving on the way."""
