@@ -4,9 +4,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .benchmark import race
@@ -18,6 +20,8 @@ from .configuration import DDTreeConfig
 from .models import DFlashDraftModel
 from .models.smollm2 import load_smollm2, smollm2_path
 from .streaming import LEGEND, ColourStreamer
+from .training.data import HELD_OUT, TokenSequence, split_held
+from .training.sources import Limits, load_sequences
 
 DEMO_DRAFTER = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-dflash"
 
@@ -30,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         return options.run(options)
-    except (ImportError, OSError, ValueError, RuntimeError, FloatingPointError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, FloatingPointError, SafetensorError) as error:
         print(f"hf-ddtree {options.command}: {error}", file=sys.stderr)
         return 1
 
@@ -61,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--drafter", default=str(DEMO_DRAFTER), help="folder or Hub name of its drafter (the demo's)")
     bench.add_argument(
         "--data",
-        type=Path,
-        default=DEMO_DRAFTER / "selfgen.jsonl.gz",
-        help="training data, as `train` takes it, whose held-out prompts to use",
+        default=str(DEMO_DRAFTER / "selfgen.jsonl.gz"),
+        help="training data, as `train` takes it, whose held-out prompts to use; of a drafter trained without --data "
+        "or with --answer-with-target its training/text.jsonl",
     )
     bench.add_argument("--prompts", type=_positive, default=12, help="how many (12)")
     bench.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0, 1.5], help="(0.3 0.7 1.0 1.5)")
@@ -111,20 +115,31 @@ def _run_generate(options: argparse.Namespace) -> int:
 
 
 def _run_bench(options: argparse.Namespace) -> int:
-    from .training.data import read_sequences
-
     folder = smollm2_path() if options.model == "smollm2" else options.model
     dtype = getattr(torch, options.dtype)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="auto")
     drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
     if options.json is not None and not options.json.parent.is_dir():
         raise ValueError(f"`--json {options.json}` is in no folder there is; make it first.")
-    held = read_sequences(options.data)[1]
+    held = _held_out(options, folder, target)
     if options.what == "drafter":
-        texts = [each for each in held if each.greedy and each.answer_length > 1][: options.prompts]
-        return bench_drafter(target, drafter, texts, options)
-    held = held[: options.prompts]
+        return bench_drafter(target, drafter, held, options)
     return bench(target, drafter, [sequence.tokens[: sequence.prompt_length] for sequence in held], options)
+
+
+def _held_out(options: argparse.Namespace, folder: Any, target: PreTrainedModel) -> list[TokenSequence]:
+    """Sequences of `--data` that training keeps out; for `bench drafter` greedy answers of the target."""
+    limits = Limits(target.config.get_text_config(decoder=True).vocab_size)
+    _, held = split_held(load_sequences(options.data, AutoTokenizer.from_pretrained(folder), limits))
+    greedy = options.what == "drafter"
+    texts = [sequence for sequence in held if sequence.greedy or not greedy]
+    if not texts:
+        kind = "greedy answer of the target" if greedy else "usable row"
+        raise ValueError(
+            f"`--data {options.data}` has no {kind} among the rows held out ({HELD_OUT}); give more of it, or what the "
+            "target wrote, which `train` leaves in training/text.jsonl."
+        )
+    return texts[: options.prompts]
 
 
 def _show(

@@ -96,13 +96,19 @@ def _run_train(options: argparse.Namespace) -> int:
 
 def _run_table(options: argparse.Namespace) -> int:
     from .training.bigrams import count_bigrams, save_table
-    from .training.data import split_held
+    from .training.data import HELD_OUT, split_held
     from .training.sources import Limits, load_sequences
 
+    if options.out.is_dir():
+        raise ValueError(f"`--out {options.out}` is a folder; give the .safetensors file to write.")
     folder = _folder(options.model)
     vocab_size = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).vocab_size
     limits = Limits(vocab_size, options.max_length)
-    train, _ = split_held(load_sequences(options.data, AutoTokenizer.from_pretrained(folder), limits))
+    train, held = split_held(load_sequences(options.data, AutoTokenizer.from_pretrained(folder), limits))
+    if not train:
+        raise ValueError(
+            f"`--data {options.data}` has {len(held)} usable rows, all of those held out ({HELD_OUT}); give more of it."
+        )
     table = count_bigrams((sequence.tokens for sequence in train), vocab_size)
     save_table(table, options.out)
     size = options.out.stat().st_size / 1e6

@@ -137,7 +137,7 @@ class DDTreeConfig(GenerationConfig):
         _check_int("top_k", self.top_k, minimum=0, optional=True)
         if self.seed is not None:
             check_seed(self.seed)
-        if self.draft_transition not in (None, True, False):
+        if not isinstance(self.draft_transition, bool | None):
             raise ValueError(f"`draft_transition` is {self.draft_transition!r}; it must be True, False or None.")
         if not isinstance(self.draft_table, str | None):
             raise ValueError(f"`draft_table` is {self.draft_table!r}; it must be the path of a file, as a string.")

@@ -14,9 +14,9 @@ TEMPLATE = (
 PAD, BEGIN, USER, ASSISTANT, END = range(5)
 
 
-def make_chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Characters are tokens, in the order of `CHARACTERS` after `SPECIAL`."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
+def make_chat_tokenizer(template: str | None = TEMPLATE, characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """Characters are tokens, in the order of `characters` after `SPECIAL`."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

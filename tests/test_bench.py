@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 import torch
+from chat import make_chat_tokenizer
 from stubs import VOCAB, decode, make_drafter, make_target
 from transformers import AutoModelForCausalLM
 
@@ -69,6 +70,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     target = make_target("llama")
     target.save_pretrained(root / "target")
+    make_chat_tokenizer().save_pretrained(root / "target")
     make_drafter(target).save_pretrained(root / "drafter")
     generator = torch.Generator().manual_seed(0)
     with open(root / "text.jsonl", "w") as out:
@@ -78,10 +80,10 @@ def folders(tmp_path_factory):
     return root
 
 
-def bench(folders, *extra):
-    paths = ["--model", folders / "target", "--drafter", folders / "drafter", "--data", folders / "text.jsonl"]
+def bench(folders, *extra, what="sampling", data="text.jsonl"):
+    paths = ["--model", folders / "target", "--drafter", folders / "drafter", "--data", folders / data]
     common = ["--prompts", "3", "--max-new-tokens", "10", "--repeats", "1", "--budget", "8", "--dtype", "float32"]
-    return main(["bench", "sampling", *map(str, paths), *common, *extra])
+    return main(["bench", what, *map(str, paths), *common, *extra])
 
 
 def test_bench_sampling_prints_tables_and_json(folders, capsys, tmp_path):
@@ -101,6 +103,27 @@ def test_bench_refuses_bad_values_in_one_line(folders, capsys, extra):
     assert bench(folders, *extra) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert extra[1] in error and "must be" in error
+
+
+def test_bench_takes_the_data_that_train_takes(folders, capsys):
+    (folders / "chats.jsonl").write_text('{"prompt": "why", "completion": "so it is"}\n')
+    assert bench(folders, "--temperatures", "0.7", data="chats.jsonl") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["temperature 0.7"]
+
+
+@pytest.mark.parametrize(
+    ("what", "row", "named"),
+    [
+        ("drafter", '{"prompt": "why", "completion": "so it is"}', "no greedy answer of the target"),
+        ("drafter", '{"p": [7], "g": [8, 9], "t": 0.7}', "no greedy answer of the target"),
+        ("sampling", '{"p": [7], "g": [8], "t": 0.7}\n{"p": [7], "g": [8, 9], "t": 0.7}', "no usable row"),
+    ],
+)
+def test_bench_says_where_nothing_is_held_out(what, row, named, folders, capsys):
+    (folders / "few.jsonl").write_text(row + "\n")
+    assert bench(folders, what=what, data="few.jsonl") == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert named in error and "few.jsonl" in error and "every 20th" in error
 
 
 def test_float32_checks_leave_the_models_as_they_were(folders):

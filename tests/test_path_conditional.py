@@ -367,7 +367,7 @@ def test_false_is_a_drafter_without_a_transition():
 BAD_FIELDS = {
     "draft_table_weight": [-1.0, math.nan, "much", True],
     "draft_text_weight": [-0.5, math.inf, "some"],
-    "draft_transition": ["yes", 2],
+    "draft_transition": ["yes", 2, 0, 1, 1.0],
     "draft_table": [3, ["a"]],
 }
 

@@ -11,6 +11,7 @@ from chat import ASSISTANT, END, TEMPLATE, USER, make_chat_tokenizer
 from datasets import Dataset, DatasetDict
 
 import hf_ddtree.training.sources as sources
+from hf_ddtree.training.data import read_lines, split_held
 from hf_ddtree.training.sources import Limits, load_prompts, load_sequences
 
 LIMITS = Limits(vocab_size=64, max_length=200)
@@ -94,6 +95,69 @@ def test_an_instruction_with_an_input(tokenizer, tmp_path):
     first, second = load_sequences(write(tmp_path / "x.jsonl", rows), tokenizer, LIMITS)
     assert texts(tokenizer, first) == ("<user>add\n\na b<end>\n<assistant>", "ab<end>")
     assert texts(tokenizer, second) == ("<user>go<end>\n<assistant>", "ok<end>")
+
+
+NUMBERS = {
+    "csv": ("x.csv", "question,answer\n12,34\n,\n5,0\n", ["12", "5"], ["34<end>", "0<end>"]),
+    "input": ("x.jsonl", '{"question": "add", "input": 7, "answer": 1.5}\n', ["add\n\n7"], ["1.5<end>"]),
+    "turns": (
+        "x.jsonl",
+        '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": 0}]}\n',
+        ["3"],
+        ["0<end>"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "prompts", "answers"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_are_their_digits(name, content, prompts, answers, tmp_path):
+    digits = make_chat_tokenizer(characters="0123456789.ad\n")
+    (tmp_path / name).write_text(content)
+    read = [texts(digits, s) for s in load_sequences(str(tmp_path / name), digits, LIMITS)]
+    asked = [f"<user>{prompt}<end>\n<assistant>" for prompt in prompts]
+    assert read == list(zip(asked, answers, strict=True))
+    assert [digits.decode(p) for p in load_prompts(str(tmp_path / name), digits, LIMITS)] == asked
+
+
+UNUSABLE = [
+    {"text": ["a", "list"]},
+    {"text": True},
+    {"text": {"a": 1}},
+    {"question": True, "answer": "yes"},
+    {"question": {"a": 1}, "answer": "yes"},
+    {"question": "why", "input": {"a": 1}, "answer": "so"},
+    {"messages": [{"role": ["user"], "content": "hi"}, CHAT[1]]},
+    {"messages": [{"role": "user", "content": ["hi"]}, CHAT[1]]},
+    {"messages": ["hi", "hello"]},
+    {"messages": 3},
+    {"messages": {"role": "user"}},
+]
+
+
+@pytest.mark.parametrize("row", UNUSABLE, ids=str)
+@pytest.mark.parametrize("load", [load_sequences, load_prompts])
+def test_cells_that_are_no_text_make_a_row_unusable(row, load, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"none usable; row 1: a (cell|turn|chat) is a (list|bool|dict|str|int)"):
+        load(write(tmp_path / "x.jsonl", [row]), tokenizer, LIMITS)
+
+
+def test_rows_left_out_move_no_other_to_the_other_side(tokenizer, tmp_path):
+    """Which are held out is decided by their number in the data."""
+    rows = [{"prompt": "hi", "completion": "" if n % 3 == 1 else f"hello {'x' * n}"} for n in range(45)]
+    sequences = load_sequences(write(tmp_path / "x.jsonl", rows), tokenizer, LIMITS)
+    assert [s.number for s in sequences] == [n for n in range(45) if n % 3 != 1]
+    train, held = split_held(sequences)
+    assert [s.number for s in held] == [0, 20] and len(train) == 28
+    own = [{"p": [7], "g": [8, 9] if n % 3 else [8], "t": None} for n in range(45)]
+    data = write(tmp_path / "own.jsonl", own)
+    kept = load_sequences(data, tokenizer, LIMITS)
+    assert [s.number for s in split_held(kept)[1]] == [20, 40]
+    assert [s.number for s in read_lines(tmp_path / "own.jsonl")] == list(range(45))
+
+
+def test_a_temperature_of_zero_is_greedy(tokenizer, tmp_path):
+    data = write(tmp_path / "own.jsonl", [{"p": [7], "g": [8, 9], "t": t} for t in (0, 0.0, None, 0.7)])
+    assert [s.temperature for s in load_sequences(data, tokenizer, LIMITS)] == [None, None, None, 0.7]
 
 
 def test_an_answer_that_the_template_opens_otherwise(tmp_path):

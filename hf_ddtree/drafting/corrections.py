@@ -134,6 +134,8 @@ class BigramTable:
             with safe_open(path, "pt") as file:
                 other = int(file.metadata()["vocab_size"])
                 tensors = {name: file.get_tensor(name) for name in ("keys", "values", "parents", "unseen")}
+            _check_pairs(tensors["keys"], tensors["values"], other**2)
+            _check_pairs(tensors["parents"], tensors["unseen"], other)
         except Exception as error:
             raise ValueError(
                 f"`draft_table` is {str(path)!r}, no bigram table ({error}); make one with `hf-ddtree table`."
@@ -163,6 +165,16 @@ class BigramTable:
         if self.keys.device != device:
             for name in ("keys", "values", "parents", "unseen"):
                 setattr(self, name, getattr(self, name).to(device))
+
+
+def _check_pairs(ids: torch.Tensor, values: torch.Tensor, limit: int) -> None:
+    """Raises ValueError unless `ids` are ascending and below `limit`, with a finite value each."""
+    if ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids) or not (ids.diff() > 0).all():
+        raise ValueError(f"ids are {ids.dtype} of shape {list(ids.shape)}; they must be ascending int64, at least one")
+    if ids[0] < 0 or ids[-1] >= limit:
+        raise ValueError(f"ids go from {int(ids[0])} to {int(ids[-1])}; they must be in 0..{limit - 1}")
+    if values.shape != ids.shape or not values.is_floating_point() or not values.isfinite().all():
+        raise ValueError(f"{list(values.shape)} values for {list(ids.shape)} ids; each must have one, finite")
 
 
 def _find(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

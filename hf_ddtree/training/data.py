@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-HELD_EVERY = 20  # sequences 0, 20, 40, ... (5%) are for evaluation and never trained on
+HELD_EVERY = 20  # rows 0, 20, 40, ... of the data (5%) are for evaluation and never trained on
+HELD_OUT = f"every {HELD_EVERY}th from the first"
 FOREIGN = math.nan  # the temperature of an answer that the target did not write
 
 
@@ -24,11 +25,13 @@ class TokenSequence:
         tokens: [length] int64, prompt then answer.
         prompt_length: tokens of the prompt.
         temperature: what the target sampled the answer at; None = greedily; `FOREIGN` = somebody else wrote it.
+        number: of its row in the data, from 0, rows that give no sequence counted too.
     """
 
     tokens: torch.Tensor
     prompt_length: int
     temperature: float | None
+    number: int = 0
 
     @property
     def answer_length(self) -> int:
@@ -57,7 +60,7 @@ class TargetFeatures:
 
 
 def read_lines(path: Path) -> Iterator[TokenSequence]:
-    """Reads JSON lines `{"p": prompt ids, "g": answer ids, "t": temperature, null = greedy}`, gzip by suffix.
+    """Reads JSON lines `{"p": prompt ids, "g": answer ids, "t": temperature, null or 0 = greedy}`, gzip by suffix.
 
     Raises:
         ValueError: a line lacks a field or is torn.
@@ -67,7 +70,7 @@ def read_lines(path: Path) -> Iterator[TokenSequence]:
     try:
         with opener(path, "rt") as lines:
             for line in lines:
-                yield _sequence(json.loads(line))
+                yield _sequence(json.loads(line), done)
                 done += 1
     except (EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -75,12 +78,12 @@ def read_lines(path: Path) -> Iterator[TokenSequence]:
         ) from error
 
 
-def _sequence(row: dict[str, Any]) -> TokenSequence:
+def _sequence(row: dict[str, Any], number: int) -> TokenSequence:
     ids = torch.tensor([*row["p"], *row["g"]])
     if ids.dtype != torch.int64 or not row["p"] or not row["g"]:
         raise ValueError("p and g must hold token ids, one each at least")
-    temperature = row["t"]
-    return TokenSequence(ids, len(row["p"]), None if temperature is None else float(temperature))
+    temperature = float(row["t"] or 0)
+    return TokenSequence(ids, len(row["p"]), temperature or None, number)
 
 
 def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]]:
@@ -96,9 +99,9 @@ def read_sequences(path: Path) -> tuple[list[TokenSequence], list[TokenSequence]
 
 
 def split_held(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """(train, held): every `HELD_EVERY`th, the first included, is held out."""
-    train = [sequence for number, sequence in enumerate(sequences) if number % HELD_EVERY]
-    return train, sequences[::HELD_EVERY]
+    """(train, held): every `HELD_EVERY`th row of the data, the first included, is held out."""
+    train = [sequence for sequence in sequences if sequence.number % HELD_EVERY]
+    return train, [sequence for sequence in sequences if sequence.number % HELD_EVERY == 0]
 
 
 def compute_features(

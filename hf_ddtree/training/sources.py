@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,11 @@ def load_sequences(data: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
         ValueError: nothing there, no column understood, no chat template for chats, ids beyond the vocabulary.
     """
 
-    def convert(row: dict[str, Any] | TokenSequence) -> TokenSequence:
+    def convert(row: dict[str, Any] | TokenSequence, number: int) -> TokenSequence:
         if isinstance(row, TokenSequence):
             return _fitted(row, limits)
         prompt, answer = _encode(row, tokenizer)
-        return _fitted(TokenSequence(torch.tensor(prompt + answer), len(prompt), FOREIGN), limits)
+        return _fitted(TokenSequence(torch.tensor(prompt + answer), len(prompt), FOREIGN, number), limits)
 
     return _collect(data, _open(data, ANSWER, "paragraph"), convert, limits)
 
@@ -85,7 +85,7 @@ def load_prompts(data: str, tokenizer: PreTrainedTokenizerBase, limits: Limits) 
     `max_length` are left out.
     """
 
-    def convert(row: dict[str, Any] | TokenSequence) -> list[int]:
+    def convert(row: dict[str, Any] | TokenSequence, number: int) -> list[int]:
         if isinstance(row, TokenSequence):
             prompt = row.tokens[: row.prompt_length].tolist()
         else:
@@ -98,13 +98,13 @@ def load_prompts(data: str, tokenizer: PreTrainedTokenizerBase, limits: Limits) 
     return _collect(data, _open(data, (), "line"), convert, limits)
 
 
-def _collect(data: str, rows: Iterator[Any], convert: Callable[[Any], Any], limits: Limits) -> list[Any]:
-    """What `convert` makes of the rows, those that it finds `UnusableRowError` left out."""
+def _collect(data: str, rows: Iterator[Any], convert: Callable[[Any, int], Any], limits: Limits) -> list[Any]:
+    """What `convert` makes of the rows and their numbers, those that it finds `UnusableRowError` left out."""
     kept: list[Any] = []
     unusable = []
     for number, row in enumerate(islice(rows, limits.max_sequences)):
         try:
-            kept.append(convert(row))
+            kept.append(convert(row, number))
         except UnusableRowError as error:
             unusable.append(f"row {number + 1}: {error}")
         except ValueError as error:
@@ -126,7 +126,7 @@ def _fitted(sequence: TokenSequence, limits: Limits) -> TokenSequence:
             f"the prompt has {sequence.prompt_length} of {len(tokens)} tokens; an answer needs 2 (limit "
             f"{limits.max_length})"
         )
-    return TokenSequence(tokens, sequence.prompt_length, sequence.temperature)
+    return replace(sequence, tokens=tokens)
 
 
 def _check_ids(ids: torch.Tensor, limits: Limits) -> None:
@@ -142,7 +142,7 @@ def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[li
     """Prompt ids and answer ids, the end of the turn included."""
     turns = _turns(row)
     if not turns:
-        ids = tokenizer((row.get("text") or "").strip()).input_ids
+        ids = tokenizer(_text(row.get("text")).strip()).input_ids
         cut = min(TEXT_PROMPT, len(ids) // 2)
         return ids[:cut], ids[cut:]
     last = max((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
@@ -166,7 +166,7 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
     """Ids of all up to the last user turn, and the opening of an answer."""
     turns = _turns(row)
     plain = not turns or _is_plain(row)
-    turns = turns or [{"role": "user", "content": row.get("text") or ""}]
+    turns = turns or [{"role": "user", "content": _text(row.get("text"))}]
     last = max((n for n, turn in enumerate(turns) if turn["role"] == "user" and turn["content"].strip()), default=-1)
     if last < 0:
         raise UnusableRowError("no user turn")
@@ -180,30 +180,42 @@ def _turns(row: dict[str, Any]) -> list[dict[str, str]]:
     chat = _first(row, CHAT)
     if chat is None:
         prompt, answer = _first(row, PROMPT), _first(row, ANSWER)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": "\n\n".join(filter(None, [prompt, row.get("input")]))}]
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        chat = [*(prompt or []), *(answer or [])] if prompt else []
-    turns = []
-    for turn in chat:
-        if not isinstance(turn, dict):
-            raise UnusableRowError(f"a turn is a {type(turn).__name__}, not a role with content")
-        role = turn.get("role") or turn.get("from") or ""
-        content = turn.get("content") or turn.get("value") or ""
-        if not isinstance(content, str):
-            raise UnusableRowError(f"a turn's content is a {type(content).__name__}, not text")
-        turns.append({"role": SHAREGPT_ROLES.get(role, role), "content": content})
-    return turns
+        if prompt is None:
+            return []
+        if _is_plain(row):
+            prompt = [{"role": "user", "content": "\n\n".join(filter(None, map(_text, (prompt, row.get("input")))))}]
+        if answer is not None and not isinstance(answer, list):
+            answer = [{"role": "assistant", "content": _text(answer)}]
+        chat = [*prompt, *(answer or [])]
+    if not isinstance(chat, list):
+        raise UnusableRowError(f"a chat is a {type(chat).__name__}, not a list of turns")
+    return [_turn(turn) for turn in chat]
+
+
+def _turn(turn: Any) -> dict[str, str]:
+    if not isinstance(turn, dict):
+        raise UnusableRowError(f"a turn is a {type(turn).__name__}, not a role with content")
+    role = _text(_first(turn, ("role", "from")))
+    return {"role": SHAREGPT_ROLES.get(role, role), "content": _text(_first(turn, ("content", "value")))}
+
+
+def _text(cell: Any) -> str:
+    """A cell as text, a number in digits; empty for one that is not filled in."""
+    if cell is None or cell != cell:  # not a number: how tables mark a gap
+        return ""
+    if isinstance(cell, bool) or not isinstance(cell, str | int | float):
+        raise UnusableRowError(f"a cell is a {type(cell).__name__}, not text")
+    return f"{cell:.15g}" if isinstance(cell, float) else str(cell)  # a gap makes a column of whole numbers floats
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
-    """Whether the row is a prompt string, which needs no template."""
-    return _first(row, CHAT) is None and isinstance(_first(row, PROMPT), str)
+    """Whether the row's prompt is one cell, which needs no template."""
+    return _first(row, CHAT) is None and not isinstance(_first(row, PROMPT), list)
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((row[name] for name in names if row.get(name)), None)
+    """The first of the columns that is filled in."""
+    return next((row[name] for name in names if row.get(name) not in (None, "", [])), None)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], **options: Any) -> str:
