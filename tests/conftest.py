@@ -1,10 +1,17 @@
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from stubs import StubDrafter, StubGenerator
 
 import hf_ddtree.strategy
 
 torch.set_num_threads(1)  # the models are tiny; more threads only get in each other's way
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_accelerate():
+    """accelerate keeps a process's first precision; here each module stands for a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)
