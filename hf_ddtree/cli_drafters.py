@@ -65,7 +65,9 @@ def _add_shape_options(train: argparse.ArgumentParser) -> None:
         "--target-layer-ids", type=int, nargs="+", help="layers whose outputs the drafter reads (4, evenly spaced)"
     )
     train.add_argument(
-        "--transition-rank", type=int, default=256, help="of the path-conditional transition (256; 0: none)"
+        "--transition-rank",
+        type=int,
+        help="of the path-conditional transition (that of --start-from, else 256; 0: none)",
     )
 
 

@@ -140,7 +140,7 @@ def test_the_folder_is_ready_for_the_hub(folder, trained):
     assert drafter.dtype == torch.float32 and drafter.config.transition_rank == 16
     assert len(drafter.config.depth_temperatures) == 7
     card = card_of(trained)
-    assert card.startswith("---\nlibrary_name: transformers\n") and f"base_model: {folder}" in card
+    assert card.startswith("---\nlibrary_name: transformers\n") and "base_model" not in card and folder.name in card
     assert f'DFlashDraftModel.from_pretrained("{trained.name}"' in card and "rank 16" in card
 
 
@@ -256,6 +256,7 @@ def test_gradients_of_several_forwards_are_those_of_one(train, tmp_path, monkeyp
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", watched)
     for forwards in ("1", "2", "8"):
         assert train("--steps", "1", "--accumulate", forwards, out=tmp_path / forwards)[0] == 0
+    seen = seen[::2]  # the other half only checks that a second step could follow
     assert len(seen) == 3 and any(gradient.any() for gradient in seen[0])
     for other in seen[1:]:
         torch.testing.assert_close(other, seen[0], rtol=1e-4, atol=1e-5)
@@ -270,15 +271,15 @@ BAD_OPTIONS = {
     "no layers": (["--layers", "0"], r"`--layers` is 0.*1 to 3"),
     "block": (["--block-size", "1"], r"`--block-size` is 1.*at least 2"),
     "rows": (["--rows", "7", "--accumulate", "2"], r"`--rows` is 7.*multiple of 2"),
-    "no rows": (["--rows", "0"], r"`--rows` is 0.*at least 1"),
-    "no blocks": (["--blocks", "0"], r"`--blocks` is 0.*at least 1"),
-    "no forwards": (["--accumulate", "0"], r"`--accumulate` is 0.*at least 1"),
-    "rank": (["--transition-rank", "-1"], r"`transition_rank` is -1"),
+    "no rows": (["--rows", "0"], r"`--rows` is 0.*above 0"),
+    "no blocks": (["--blocks", "0"], r"`--blocks` is 0.*above 0"),
+    "no forwards": (["--accumulate", "0"], r"`--accumulate` is 0.*above 0"),
+    "rank": (["--transition-rank", "-1"], r"`--transition-rank` is -1"),
     "mask token": (["--mask-token-id", "64"], r"`--mask-token-id` is 64.*0\.\.63"),
     "negative mask token": (["--mask-token-id", "-1"], r"`--mask-token-id` is -1.*0\.\.63"),
     "steps": (["--steps", "0"], r"`--steps` is 0.*above 0"),
-    "rare tokens": (["--min-count", "100000"], r"`min_count` 100000 times; give more data"),
-    "one sequence": (["--sequences", "1"], r"1 sequences, too few"),
+    "rare tokens": (["--min-count", "100000"], r"`--min-count` is 100000.*give more data"),
+    "one sequence": (["--sequences", "1"], r"0 sequences to train on and 1 held out"),
     "no data": (["--data", "nowhere.jsonl"], r"`--data nowhere\.jsonl`: there is no such file"),
 }
 
@@ -332,12 +333,12 @@ def test_a_run_goes_on_with_a_lower_learning_rate(train, tmp_path):
 @pytest.mark.parametrize(
     "options, named",
     [
-        (["--transition-rank", "8"], "`transition_rank` 16, not 8"),
-        (["--block-size", "6"], "`block_size` 8, not 6"),
-        (["--layers", "1"], "`num_hidden_layers` 2, not 1"),
-        (["--rows", "4"], "`rows` 8, not 4"),
-        (["--seed", "3"], "`seed` 0, not 3"),
-        (["--sequences", "30"], "`sequences` 38, not 28"),
+        (["--transition-rank", "8"], "`--transition-rank` 16, not 8"),
+        (["--block-size", "6"], "`--block-size` 8, not 6"),
+        (["--layers", "1"], "`--layers` 2, not 1"),
+        (["--rows", "4"], "`--rows` 8, not 4"),
+        (["--seed", "3"], "`--seed` 0, not 3"),
+        (["--sequences", "30"], "`--sequences` 38 trained on, not 28"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_can_be_overridden(train, tmp_path, options, named):

@@ -145,6 +145,27 @@ def test_a_diverging_run_says_so(target, tapped, tmp_path):
         trainer.train_step()
 
 
+@pytest.mark.parametrize("broken", ["norm of the gradient", "weights"])
+def test_exploded_weights_do_not_replace_a_checkpoint(broken, target, tapped, tmp_path, monkeypatch):
+    make_trainer(target, tapped, tmp_path).save()
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    trainer = make_trainer(target, tapped, tmp_path, steps=10, learning_rate=1e30 if broken == "weights" else 1e-2)
+    if broken == "norm of the gradient":
+        monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda self, parameters, most: torch.tensor(torch.inf))
+    with pytest.raises(FloatingPointError, match=r"loss is .* norm of its gradient (inf|nan)"):
+        trainer.run()
+    assert trainer.schedule.step == (1 if broken == "weights" else 0)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_looking_at_the_next_step_changes_nothing(target, tapped, tmp_path):
+    plain, looking = (make_trainer(target, tapped, tmp_path / name) for name in ("plain", "looking"))
+    losses = [plain.train_step() for _ in range(4)]
+    for loss in losses:
+        looking._check_next_step()
+        assert looking.train_step() == loss
+
+
 def write_lines(path, rows):
     with gzip.open(path, "wt") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)
@@ -177,7 +198,7 @@ def test_a_checkpoint_of_another_drafter_is_refused(target, tapped, tmp_path):
     make_trainer(target, tapped, tmp_path).save()
     other = make_trainer(target, tapped, tmp_path)
     other.drafter.config.mask_token_id = 9
-    with pytest.raises(ValueError, match=r"mask_token_id.*--no-resume"):
+    with pytest.raises(ValueError, match=r"--mask-token-id.*--no-resume"):
         other.resume()
 
 

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 import torch
-from chat import ASSISTANT, BEGIN, END, PAD, SPECIAL, USER, make_chat_tokenizer
+from chat import ASSISTANT, BEGIN, END, PAD, SPECIAL, TEMPLATE, USER, make_chat_tokenizer
 from stubs import make_target
 
 import hf_ddtree.training.selfgen as selfgen
@@ -61,7 +61,7 @@ def test_prompts_are_the_templates_and_different(target, tokenizer, tmp_path):
         assert text.startswith("<user>") and text.endswith("<end>\n<assistant>")
         content = text.removeprefix("<user>").removesuffix("<end>\n<assistant>")
         assert content == content.strip() and len(content) >= 3 and not any(mark in content for mark in SPECIAL)
-        assert len(row["p"]) <= 40
+        assert len(row["p"]) <= 40 + 4  # of the template
     own = load_sequences(str(tmp_path / "text.jsonl"), tokenizer, Limits(vocab_size=64))
     assert len(own) == len(rows) and sum(s.greedy for s in own) == sum(row["t"] is None for row in rows) > 0
 
@@ -231,26 +231,40 @@ def test_answers_of_one_token_are_dropped(target, tokenizer, monkeypatch):
 
 def test_a_target_that_writes_nothing_usable(target, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(selfgen, "PATIENCE", 3)
-    with pytest.raises(ValueError, match=r"nothing usable in 3 batches.*0 prompts.*prompts of your own"):
+    with pytest.raises(ValueError, match=r"nothing usable in 3 batches.*0 prompts.*prompts of your own with `--data`"):
         generate_text(target, tokenizer, tmp_path / "text", changed(min_prompt_characters=1000))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"batch_size": 0}, "`batch_size` is 0"),
-        ({"max_new_tokens": 1}, "`max_new_tokens` is 1"),
+        ({"batch_size": 0}, "`--batch-size` is 0"),
+        ({"max_new_tokens": 1}, "`--answer-tokens` is 1.*at least 2"),
         ({"temperatures": ()}, "`temperatures` is"),
         ({"temperatures": (0.0,)}, "`temperatures` is"),
-        ({"max_new_tokens": 10**6}, "positions, prompts included"),
-        ({"max_prompt_tokens": ROOM + 1}, "`max_prompt_tokens` is .* answers leave"),
-        ({"max_prompt_tokens": 1}, "`max_prompt_tokens` is 1, and the template"),
+        ({"max_new_tokens": 10**6}, "`--answer-tokens` is .*positions, prompts included"),
+        ({"max_new_tokens": 2044}, "`--answer-tokens` is 2044, which leaves 4 .* the template alone has 4 tokens"),
     ],
 )
 def test_settings_that_do_not_fit(changes, named, target, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=named):
         generate_text(target, tokenizer, tmp_path / "text", changed(**changes))
     assert not (tmp_path / "text").exists()
+
+
+def test_a_long_template_leaves_prompts_their_length(target, tmp_path):
+    long = make_chat_tokenizer(TEMPLATE.replace("<{{ turn.role }}>", "be good. " * 20 + "<{{ turn.role }}>"))
+    generate_text(target, long, tmp_path / "text.jsonl", changed(count=4))
+    lengths = [len(row["p"]) for row in read(tmp_path / "text.jsonl")]
+    assert all(9 * 20 < length <= 9 * 20 + 4 + 40 for length in lengths) and len(lengths) >= 4
+
+
+@pytest.mark.parametrize("positions", [SETTINGS.max_new_tokens + 5, SETTINGS.max_new_tokens + 14])
+def test_prompts_fit_beside_answers_in_the_targets_positions(positions, target, tokenizer, tmp_path):
+    target.config.max_position_embeddings = positions
+    generate_text(target, tokenizer, tmp_path / "text.jsonl", changed(count=4, min_prompt_characters=1))
+    rows = read(tmp_path / "text.jsonl")
+    assert rows and all(len(row["p"]) + SETTINGS.max_new_tokens <= positions for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -266,13 +280,13 @@ def test_a_text_of_something_else_is_not_appended_to(target, tokenizer, tmp_path
     path = tmp_path / "text.jsonl"
     generate_text(target, tokenizer, path, changed(count=4))
     before = path.read_text()
-    with pytest.raises(ValueError, match=r"another max_new_tokens, seed; .*another path"):
+    with pytest.raises(ValueError, match=r"another --answer-tokens, --seed; .*another --out"):
         generate_text(target, tokenizer, path, changed(seed=6, max_new_tokens=20))
-    with pytest.raises(ValueError, match="another prompts"):
+    with pytest.raises(ValueError, match="another --data"):
         generate_text(target, tokenizer, path, SETTINGS, PROMPTS)
     other = make_target("llama", seed=3)
     other.generation_config.eos_token_id = END
-    with pytest.raises(ValueError, match="another target"):
+    with pytest.raises(ValueError, match="another --model"):
         generate_text(other, tokenizer, path, SETTINGS)
     assert path.read_text() == before
     path.write_text(before[:-5])

@@ -1,17 +1,16 @@
 """The model card of a trained drafter."""
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 
 from ..models.dflash import DFlashDraftModel
+from .log import read_log
 
 CARD = """---
 library_name: transformers
 license: other
-base_model: {base}
-tags:
+{base_model}tags:
   - dflash
   - speculative-decoding
   - hf_ddtree
@@ -55,10 +54,12 @@ def write_card(out: Path, drafter: DFlashDraftModel, figures: dict[str, float], 
     path = out / "README.md"
     config = drafter.config
     base = "HuggingFaceTB/SmolLM2-135M-Instruct" if options.model == "smollm2" else options.model
+    local = Path(base).exists()
     rank = config.transition_rank
     text = CARD.format(
-        base=base,
-        folder=out.name,
+        base=Path(base).resolve().name if local else base,
+        base_model="" if local else f"base_model: {base}\n",
+        folder=out.resolve().name,
         layers=config.num_hidden_layers,
         millions=sum(p.numel() for p in drafter.parameters()) / 1e6,
         block=config.block_size,
@@ -70,19 +71,19 @@ def write_card(out: Path, drafter: DFlashDraftModel, figures: dict[str, float], 
         command=shlex.join(["hf-ddtree", *options.arguments]),
         log=_log_table(out / "training" / "log.jsonl"),
     )
-    if path.exists() and MARK not in path.read_text():
+    if path.exists() and MARK.strip().encode() not in path.read_bytes():
         path = out / "README.generated.md"
-    path.write_text(text + MARK)
+    path.write_text(text + MARK, encoding="utf-8")
 
 
 MARK = "\n<!-- written by hf-ddtree train -->\n"
 
 
 def _log_table(log: Path) -> str:
-    if not log.exists():
+    records = read_log(log)
+    if not records:
         return ""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    names = [name for name in records[-1] if not name.endswith("-marginal")] if records else []
+    names = [name for name in records[-1] if not name.endswith("-marginal")]
     return _table(names, [[str(record.get(name, "")) for name in names] for record in records])
 
 

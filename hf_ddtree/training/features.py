@@ -147,7 +147,7 @@ class FeatureStore:
     def _clear_folder(self, folder: Path) -> None:
         """Leaves our fingerprint, and no shards of other sequences, taps or targets, nor beyond the limit."""
         ours = {
-            "sequences": _digest(sequence.tokens.numpy().tobytes() for sequence in self.sequences),
+            "sequences": digest(sequence.tokens.numpy().tobytes() for sequence in self.sequences),
             "taps": self.target_layer_ids,
             "target": target_digest(self.target),
             "shard_bytes": SHARD_BYTES,
@@ -187,10 +187,11 @@ def target_digest(target: PreTrainedModel) -> str:
             some = values[:: max(1, values.numel() // 16)][:16].float()
             yield f"{name} {weight.dtype}".encode() + some.cpu().numpy().tobytes()
 
-    return _digest(parts())
+    return digest(parts())
 
 
-def _digest(parts: Iterator[bytes]) -> str:
+def digest(parts: Iterator[bytes]) -> str:
+    """One name for all of `parts`."""
     total = hashlib.sha256()
     for part in parts:
         total.update(hashlib.sha256(part).digest())  # of each part, so that boundaries count

@@ -1,21 +1,27 @@
 """`hf-ddtree train`: from a target to a drafter folder."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, get_logger
 
 from ..configuration import DDTreeConfig
 from ..models.dflash import DFlashDraftModel
+from ..models.dflash_config import DFlashConfig
 from ..models.smollm2 import smollm2_path
 from .calibration import fit_depth_temperatures
 from .card import write_card
-from .data import TargetFeatures, TokenSequence, compute_features, read_lines, split_held
+from .checkpoint import check_checkpoint, known_identity
+from .data import HELD_EVERY, HELD_OUT, TargetFeatures, TokenSequence, compute_features, read_lines, split_held
 from .evaluation import held_acceptance, held_configs
 from .features import FeatureStore
 from .initialise import choose_mask_token, drafter_from_checkpoint, drafter_from_target
@@ -23,14 +29,20 @@ from .selfgen import TextSettings, generate_text
 from .sources import Limits, load_prompts, load_sequences
 from .trainer import Trainer, TrainingData, TrainingSettings, check_rows
 
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing keeps two runs apart
+    fcntl = None  # type: ignore[assignment]
+
 logger = get_logger(__name__)
 
-LAYERS, BLOCK_SIZE = 4, 8
+LAYERS, BLOCK_SIZE, TRANSITION_RANK = 4, 8, 256
 POSITIVE = (
     *("rows", "blocks", "accumulate", "learning_rate", "min_count"),
     *("sequences", "answer_tokens", "batch_size", "max_length"),
 )
 HELD_SEQUENCES = 48  # evaluated on, at most
+PATIENCE = timedelta(days=1)  # of processes that wait for the first to write text, or to calibrate
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,23 @@ class Workplace:
         """Checkpoint, log, text and features."""
         return self.out / "training"
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other runs out; the kernel lets go when the process ends, however it ends."""
+        self.training.mkdir(parents=True, exist_ok=True)
+        with open(self.training / "lock", "w") as file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"`--out {self.out}` belongs to another run that is going on; wait for its end, or give another "
+                    "folder."
+                ) from error
+            except OSError as error:
+                logger.warning(f"{self.training} can't be locked ({error}); let no second run write there.")
+            yield
+
 
 def train_drafter(options: argparse.Namespace) -> None:
     """Gets text, trains, calibrates, and writes the Hub folder; every part goes on where a killed run was.
@@ -52,14 +81,34 @@ def train_drafter(options: argparse.Namespace) -> None:
         ValueError: the data, the shapes or the schedule do not fit.
         FloatingPointError: the loss went wrong.
     """
-    accelerator = Accelerator(mixed_precision="bf16" if options.dtype == "bfloat16" else "no", cpu=options.cpu)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if options.dtype == "bfloat16" else "no",
+        cpu=options.cpu,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
     if not accelerator.is_main_process:
         disable_progress_bar()
     accelerator.print(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
-    place = Workplace(options.out)
+    check_values(options)
+    options.transition_rank = _transition_rank(options)
     target, tokenizer = _load(options, accelerator.device)
-    check_options(options, target)
+    check_shapes(options, target)
     check_rows(options.rows, accelerator.num_processes * options.accumulate)
+    place = Workplace(options.out)
+    with place.lock() if accelerator.is_main_process else nullcontext():
+        _train(options, accelerator, target, tokenizer, place)
+
+
+def _train(
+    options: argparse.Namespace,
+    accelerator: Accelerator,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    place: Workplace,
+) -> None:
+    checkpoint = place.training / "checkpoint.pt"
+    if checkpoint.exists() and not options.no_resume:
+        check_checkpoint(checkpoint, _known(options, target))
     with accelerator.main_process_first():
         sequences = _text(options, target, tokenizer, place)
     train, held = _split(sequences)
@@ -67,12 +116,12 @@ def train_drafter(options: argparse.Namespace) -> None:
     drafter = _drafter(options, target, tokenizer, sequences).to(accelerator.device)
     taps = drafter.config.target_layer_ids
     store = FeatureStore(target, train, taps, place.training / "features", options.cache_gb)
-    with accelerator.main_process_first():
-        store.fill()
     data = TrainingData(store, compute_features(target, held, taps) if accelerator.is_main_process else [])
     trainer = Trainer(drafter, target, data, place.training, _settings(options), accelerator)
     if not options.no_resume and trainer.resume():
         accelerator.print(f"resumed at step {trainer.schedule.step}, {trainer.schedule.elapsed / 60:.1f} minutes")
+    with accelerator.main_process_first():
+        store.fill()  # now that nothing is refused any more: it replaces the features of another run
     trainer.run()
     if accelerator.is_main_process:
         publish(drafter, target, data.held, place, options)
@@ -98,26 +147,34 @@ def publish(
     print(f"{place.out}: tokens per round on held-out text: " + ", ".join(f"{k} {v:.2f}" for k, v in figures.items()))
 
 
-def check_options(options: argparse.Namespace, target: PreTrainedModel) -> None:
-    """Raises ValueError, before any work, where the command line does not fit the target."""
+def check_values(options: argparse.Namespace) -> None:
+    """Raises ValueError where the command line is wrong whatever the target."""
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"`--out {options.out}` is a file; give a folder.")
     if (options.steps is not None and options.steps < 1) or (options.minutes is not None and options.minutes <= 0):
         raise ValueError(f"`--steps` is {options.steps}, `--minutes` {options.minutes}; give one of them, above 0.")
     for name in POSITIVE:
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ValueError(f"`--{name.replace('_', '-')}` is {value}; it must be above 0.")
+    if options.transition_rank is not None and options.transition_rank < 0:
+        raise ValueError(f"`--transition-rank` is {options.transition_rank}; it must be 0 (none) or more.")
+    if options.answer_with_target and options.data is None:
+        raise ValueError("`--answer-with-target` wants prompts: give them by `--data`, or leave both out.")
+    for name in ("layers", "block_size", "mask_token_id", "target_layer_ids"):
+        if options.start_from is not None and (value := getattr(options, name)) is not None:
+            raise ValueError(f"`--{name.replace('_', '-')} {value}` does not go with `--start-from`; leave it out.")
+
+
+def check_shapes(options: argparse.Namespace, target: PreTrainedModel) -> None:
+    """Raises ValueError, before any work, where the command line does not fit the target."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     mask = options.mask_token_id
     if mask is not None and not 0 <= mask < vocab_size:
         raise ValueError(f"`--mask-token-id` is {mask}; the target's vocabulary is 0..{vocab_size - 1}.")
-    if options.answer_with_target and options.data is None:
-        raise ValueError("`--answer-with-target` wants prompts: give them by `--data`, or leave both out.")
     if options.start_from is None:
         drafter_from_target(target, mask_token_id=mask or 0, **_shape(options))
-        return
-    for name in ("layers", "block_size", "mask_token_id", "target_layer_ids"):
-        if (value := getattr(options, name)) is not None:
-            raise ValueError(f"`--{name.replace('_', '-')} {value}` does not go with `--start-from`; leave it out.")
-    drafter_from_checkpoint(options.start_from, target, options.transition_rank)
+    else:
+        drafter_from_checkpoint(options.start_from, target, options.transition_rank)
 
 
 def _load(options: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -139,15 +196,28 @@ def _text(
     if options.data is not None and not options.answer_with_target:
         return load_sequences(options.data, tokenizer, limits)
     prompts = None if options.data is None else load_prompts(options.data, tokenizer, limits)
-    defaults = TextSettings()
-    count = options.sequences or (defaults.count if prompts is None else len(prompts))
+    count = _lines(options) if prompts is None else options.sequences or len(prompts)
     settings = TextSettings(
         count=count, batch_size=options.batch_size, max_new_tokens=options.answer_tokens, seed=options.seed
     )
     path = place.training / "text.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     generate_text(target, tokenizer, path, settings, prompts)
-    return list(read_lines(path))
+    return list(islice(read_lines(path), count))  # a file that a longer run left has the same text first
+
+
+def _lines(options: argparse.Namespace) -> int:
+    """How many the target writes with prompts of its own."""
+    return options.sequences or TextSettings.count
+
+
+def _known(options: argparse.Namespace, target: PreTrainedModel) -> dict[str, Any]:
+    """What is known of a run before its text is."""
+    known = known_identity(target, _settings(options))
+    if options.data is not None:
+        return known
+    lines = _lines(options)
+    return {**known, "sequences": lines - len(range(0, lines, HELD_EVERY))}
 
 
 def _split(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[TokenSequence]]:
@@ -155,7 +225,8 @@ def _split(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[To
     train, held = ([s for s in part if s.answer_length >= 2] for part in split_held(sequences))
     if not train or not held:
         raise ValueError(
-            f"The data holds {len(sequences)} sequences, too few with answers of two tokens or more; give more of it."
+            f"The data has {len(train)} sequences to train on and {len(held)} held out ({HELD_OUT}), answers shorter "
+            "than two tokens left out; give more of it."
         )
     greedy = [sequence for sequence in held if sequence.greedy]
     if not greedy:
@@ -178,6 +249,20 @@ def _drafter(
     counts = torch.cat([sequence.tokens for sequence in sequences]).bincount(minlength=vocab_size)
     mask = choose_mask_token(tokenizer, counts) if options.mask_token_id is None else options.mask_token_id
     return drafter_from_target(target, mask_token_id=mask, **_shape(options))
+
+
+def _transition_rank(options: argparse.Namespace) -> int:
+    """The rank asked for, else that of the drafter to go on with, else 256."""
+    asked = options.transition_rank
+    own = DFlashConfig.from_pretrained(options.start_from).transition_rank if options.start_from else 0
+    if asked is None:
+        return own or TRANSITION_RANK
+    if own and asked != own:
+        logger.warning(
+            f"`--transition-rank {asked}` is not the {own} of the transition that `--start-from {options.start_from}` "
+            "was trained with: it is dropped. Leave the rank out to go on with it."
+        )
+    return asked
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:

@@ -21,6 +21,15 @@ from .sources import render, special_ids
 logger = get_logger(__name__)
 
 SENTINEL = "SENTINEL"
+REMEDY = "Give prompts of your own with `--data` and `--answer-with-target`"
+# Settings, and parts of a text's identity, by the options that they come from.
+OPTIONS = {
+    "batch_size": "--batch-size",
+    "max_new_tokens": "--answer-tokens",
+    "seed": "--seed",
+    "target": "--model",
+    "prompts": "--data",
+}
 PATIENCE = 20  # batches in a row without a usable line before giving up
 PROMPT_ROUNDS = 4  # rounds of sampling prompts, at most, before a batch is taken as it is
 BASE_PROMPT = 16  # tokens sampled as a prompt where there is no chat template
@@ -34,7 +43,7 @@ class TextSettings:
         count: lines wanted; the last batch is written whole, so there may be some more.
         batch_size: sequences generated together.
         max_new_tokens: of an answer.
-        max_prompt_tokens: of a prompt that the target makes up, its template included; longer ones are dropped.
+        max_prompt_tokens: of a prompt that the target makes up, beside its template's; longer ones are dropped.
         min_prompt_characters: likewise; shorter ones are dropped.
         temperatures: of the answers, one per batch in turn; None = greedy.
         prompt_temperature, prompt_top_k: of made-up prompts.
@@ -94,9 +103,8 @@ def generate_text(
             fruitless = 0 if rows else fruitless + 1
             if fruitless == PATIENCE:
                 raise ValueError(
-                    f"The target wrote nothing usable in {PATIENCE} batches in a row (in the last: {len(batch)} "
-                    "prompts, no answer of 2 tokens). Give prompts of your own, or raise `max_prompt_tokens` "
-                    f"({settings.max_prompt_tokens})."
+                    f"The target wrote nothing usable in {PATIENCE} batches in a row (in the last: "
+                    f"{len(batch)} prompts, no answer of 2 tokens). {REMEDY}."
                 )
     return len(text.prompts)
 
@@ -110,18 +118,16 @@ class Writer:
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: TextSettings):
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
-        for name in ("count", "batch_size", "max_prompt_tokens"):
-            if getattr(settings, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(settings, name)}; it must be at least 1.")
-        if settings.max_new_tokens < 2:
-            raise ValueError(f"`max_new_tokens` is {settings.max_new_tokens}; an answer needs at least 2.")
+        for name, least in (("count", 1), ("batch_size", 1), ("max_prompt_tokens", 1), ("max_new_tokens", 2)):
+            if (value := getattr(settings, name)) < least:
+                raise ValueError(f"`{OPTIONS.get(name, name)}` is {value}; it must be at least {least}.")
         if not settings.temperatures or any(t is not None and t <= 0 for t in settings.temperatures):
             raise ValueError(f"`temperatures` is {settings.temperatures}; give positive numbers, or None for greedy.")
         positions = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.prompt_room = positions - settings.max_new_tokens
         if self.prompt_room < 1:
             raise ValueError(
-                f"`max_new_tokens` is {settings.max_new_tokens}, and the target has {positions} positions, prompts "
+                f"`--answer-tokens` is {settings.max_new_tokens}, and the target has {positions} positions, prompts "
                 "included; lower it."
             )
         ends = target.generation_config.eos_token_id
@@ -140,25 +146,21 @@ class Writer:
 
     def check_can_prompt(self) -> None:
         """Refuses, before work starts, targets that can't make up prompts, or not of this length."""
-        if self.settings.max_prompt_tokens > self.prompt_room:
+        fixed = self._fixed_tokens()
+        if fixed >= self.prompt_room:
             raise ValueError(
-                f"`max_prompt_tokens` is {self.settings.max_prompt_tokens}, and answers leave {self.prompt_room} of "
-                "the target's positions; lower it, or `max_new_tokens`."
-            )
-        opening = self._ids(self._template()[0]) if self.tokenizer.chat_template else self._begin()
-        if len(opening) >= self.settings.max_prompt_tokens:
-            raise ValueError(
-                f"`max_prompt_tokens` is {self.settings.max_prompt_tokens}, and the template alone has {len(opening)} "
-                "before the prompt; raise it."
+                f"`--answer-tokens` is {self.settings.max_new_tokens}, which leaves {self.prompt_room} of the target's "
+                f"positions for prompts, and the template alone has {fixed} tokens; lower it."
             )
 
     def sample_prompts(self, seen: set[tuple[int, ...]]) -> list[list[int]]:
         """Up to `batch_size` prompts made up by the target, all different and none of `seen`."""
         chat = self.tokenizer.chat_template is not None
+        longest = min(self.prompt_room, self._fixed_tokens() + self.settings.max_prompt_tokens)
         found: dict[tuple[int, ...], None] = {}  # a set in order
         for _ in range(PROMPT_ROUNDS):
             for prompt in self._sample_user_turns() if chat else self._sample_beginnings():
-                if len(prompt) <= self.settings.max_prompt_tokens and tuple(prompt) not in seen:
+                if len(prompt) <= longest and tuple(prompt) not in seen:
                     found[tuple(prompt)] = None
             if len(found) >= self.settings.batch_size:
                 break
@@ -210,26 +212,30 @@ class Writer:
         if len(parts) != 2 or not parts[1].strip():
             raise ValueError(
                 f"The chat template shows a user's words {len(parts) - 1} times, or nothing after them; prompts can be "
-                "made up where it is once, with an end. Give prompts of your own."
+                f"made up where it is once, with an end. {REMEDY}."
             )
         return parts[0], parts[1]
+
+    def _fixed_tokens(self) -> int:
+        """Tokens of a made-up prompt that are the same in every one."""
+        parts = map(self._ids, self._template()) if self.tokenizer.chat_template else [self._begin()]
+        return sum(map(len, parts))
 
     def _begin(self) -> list[int]:
         """The token that texts begin with."""
         for token_id in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token_id is not None:
                 return [token_id]
-        raise ValueError("The tokenizer has no chat template, no bos and no eos token; give prompts of your own.")
+        raise ValueError(f"The tokenizer has no chat template, no bos and no eos token. {REMEDY}.")
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def _sample(self, opening: list[int], stops: set[int], most: int | None = None) -> list[list[int]]:
+    def _sample(self, opening: list[int], stops: set[int], most: int = sys.maxsize) -> list[list[int]]:
         """`batch_size` continuations of `opening` with the settings for prompts."""
         settings = self.settings
-        room = settings.max_prompt_tokens - len(opening)
         batch = [opening] * settings.batch_size
-        length = room if most is None else min(room, most)
+        length = min(most, settings.max_prompt_tokens, self.prompt_room - len(opening))
         return self._generate(batch, length, stops, settings.prompt_temperature, settings.prompt_top_k)
 
     def _generate(
@@ -299,11 +305,11 @@ class TextFile:
     def _resume(self) -> None:
         """Cuts off what a kill left half-written, and takes up the rest."""
         state = read_json(self.state_path)
-        remedy = "give another path, or remove it and its .state file to start over"
+        remedy = "give another --out, or remove it and its .state file to start over"
         if not state:
             raise ValueError(f"{self.path} is there without a state file, so it is not ours to append to; {remedy}.")
         theirs = state["identity"]
-        changed = [name for name in self.identity if theirs.get(name) != self.identity[name]]
+        changed = [OPTIONS.get(name, name) for name in self.identity if theirs.get(name) != self.identity[name]]
         if changed:
             raise ValueError(f"{self.path} was written with another {', '.join(changed)}; use the same, {remedy}.")
         if self.path.stat().st_size < state["bytes"]:
@@ -319,7 +325,7 @@ def _distinct(prompts: list[list[int]], max_length: int) -> list[list[int]]:
     kept = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if 0 < len(prompt) <= max_length]
     if not kept:
         raise ValueError(
-            f"None of {len(prompts)} prompts has 1 to {max_length} tokens; give others, or lower `max_new_tokens`."
+            f"None of {len(prompts)} prompts has 1 to {max_length} tokens; give others, or lower `--answer-tokens`."
         )
     if len(kept) < len(prompts):
         logger.warning(f"{len(prompts) - len(kept)} of {len(prompts)} prompts left out: repeated, or too long.")

@@ -1,10 +1,11 @@
 """Trains a DFlash drafter on a target's own text: steps, checkpoints, evaluation on held-out text."""
 
-import json
+import math
 import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger, tqdm
 
 from ..models.dflash import DFlashDraftModel
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, run_identity, save_checkpoint
 from .data import TargetFeatures
 from .evaluation import held_acceptance, held_configs
 from .features import FeatureStore
+from .log import append_log, cut_log
 from .objective import BlockLoss, RestrictedHead, build_batch, labels_after, row_weights
 from .schedule import Schedule
 
@@ -128,12 +130,17 @@ class Trainer:
         vocab_size = self.target.get_output_embeddings().weight.shape[0]
         kept = (answers.bincount(minlength=vocab_size) >= self.settings.min_count).nonzero()[:, 0]
         if len(kept) == 0:
-            raise ValueError(f"No answer token occurs `min_count` {self.settings.min_count} times; give more data.")
+            raise ValueError(
+                f"`--min-count` is {self.settings.min_count} and no answer token occurs as often; lower it, or give "
+                "more data."
+            )
         return RestrictedHead(self.target, kept)
 
     def run(self) -> None:
         """Trains to the end of the schedule, evaluating and saving on the way."""
         evaluations = self.settings.evaluations
+        if self.accelerator.is_main_process:
+            cut_log(self.out / "log.jsonl", self.schedule.step)
         saved = self.schedule.elapsed  # all processes have the same, so all save at the same step
         with tqdm(
             total=100.0, initial=round(100 * self.schedule.progress, 2), desc="training", bar_format=BAR_FORMAT
@@ -144,11 +151,17 @@ class Trainer:
                 bar.n = round(100 * progress, 2)
                 bar.set_postfix(step=self.schedule.step, loss=f"{self.mean_loss:.3f}")
                 due = int(progress * evaluations) > int(before * evaluations)
-                if due:
-                    self.evaluate()
                 if due or self.schedule.elapsed - saved > self.settings.save_seconds:
+                    self._check_next_step()
+                    if due:
+                        self.evaluate()
                     self.save(final=progress >= 1)
                     saved = self.schedule.elapsed
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with this run."""
+        return run_identity(self)
 
     @property
     def mean_loss(self) -> float:
@@ -159,12 +172,31 @@ class Trainer:
         """One optimiser step; returns the loss.
 
         Raises:
-            FloatingPointError: the loss is not finite; the last checkpoint is untouched.
+            FloatingPointError: the loss or its gradient is not finite; the last checkpoint is untouched.
         """
         started = time.monotonic()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.schedule.learning_rate
+        total = self._clipped_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.schedule.step += 1
+        self.schedule.elapsed = self._agree(self.schedule.elapsed + time.monotonic() - started)
+        self.losses.append(total)
+        return total
+
+    def _check_next_step(self) -> None:
+        """Raises FloatingPointError where training can't go on: such weights must not replace a checkpoint's."""
+        state = self.generator.get_state()
+        self._clipped_gradients()
+        self.generator.set_state(state)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _clipped_gradients(self) -> float:
+        """Draws a step and puts its gradients in place; returns its loss."""
         step = self._draw()
         loss = torch.zeros((), device=self.accelerator.device)
         shares = torch.arange(len(step.rows)).chunk(self.accelerator.num_processes * self.settings.micro_batches)
@@ -175,19 +207,13 @@ class Trainer:
             with nullcontext() if last else self.accelerator.no_sync(self.loss):
                 loss += self._backward(step, share)
         total = float(self.accelerator.reduce(loss, "sum"))
-        if not total - total == 0:
+        norm = float(self.accelerator.clip_grad_norm_(self.drafter.parameters(), 1.0))
+        if not (math.isfinite(total) and math.isfinite(norm)):
             raise FloatingPointError(
-                f"The loss is {total} at step {self.schedule.step}; lower `--learning-rate` "
-                f"({self.settings.learning_rate}) and run again, which goes on from the last checkpoint in {self.out}; "
-                "if that went wrong too, --no-resume starts over."
+                f"The loss is {total} at step {self.schedule.step}, the norm of its gradient {norm}; lower "
+                f"`--learning-rate` ({self.settings.learning_rate}) and run again, which goes on from the last "
+                f"checkpoint in {self.out}; if that went wrong too, --no-resume starts over."
             )
-        self.accelerator.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.schedule.step += 1
-        self.schedule.elapsed = self._agree(self.schedule.elapsed + time.monotonic() - started)
-        self.losses.append(total)
         return total
 
     def _backward(self, step: Step, share: torch.Tensor) -> torch.Tensor:
@@ -233,8 +259,7 @@ class Trainer:
                 "loss": round(self.mean_loss, 3),
                 **{name: round(value, 3) for name, value in acceptance.items()},
             }
-            with open(self.out / "log.jsonl", "a") as log:
-                log.write(json.dumps(record) + "\n")
+            append_log(self.out / "log.jsonl", record)
             logger.warning(f"held-out tokens per round: {record}")
         self.accelerator.wait_for_everyone()
         return record
@@ -258,7 +283,7 @@ class Trainer:
         """Continues from checkpoint.pt if there is one; true if so.
 
         Raises:
-            ValueError: the checkpoint is of a drafter of another shape or another run, or can't be read.
+            ValueError: the checkpoint is of another target, text, drafter or run, or can't be read.
         """
         path = self.out / "checkpoint.pt"
         if path.exists():
