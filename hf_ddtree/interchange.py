@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .configuration import DDTreeConfig
@@ -22,6 +24,7 @@ READERS = {
     "assistant": "transformers' own assistant",
     "speculators": "vLLM's speculators",
 }
+INDEX = "model.safetensors.index.json"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # other dtypes of weights, quantised ones, take one
 
 
@@ -51,7 +54,7 @@ def export_drafter(
         raise ValueError(f"`layout` is {layout!r}; it is one of {', '.join(LAYOUTS)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"`out` is {str(out)!r}, which holds something already; give a new or an empty folder.")
-    config = DFlashConfig.from_pretrained(source)
+    config = read_config(source)
     if config.transition_rank:
         config.transition_rank, config.depth_temperatures = 0, None
     fields = config.to_dict()
@@ -75,28 +78,68 @@ def describe(folder: str | os.PathLike, target_config: Any = None) -> str:
     """What a drafter's folder holds, as text; reads config.json and the headers of the safetensors files.
 
     Args:
+        folder: or a name on the Hub, whose files are fetched.
         target_config: config of a target; adds whether the drafter fits it.
 
     Raises:
         ValueError: the folder holds no drafter, or one that `DFlashDraftModel` can't be; says what it holds instead.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
+    folder = _local(folder)
+    if not (folder / "config.json").is_file():
         raise ValueError(f"`folder` is {str(folder)!r}, which has no config.json; give the folder of a drafter.")
-    raw = json.loads(path.read_text())
+    raw = _read_object(folder / "config.json")
     layout = layout_of(raw)
-    config = DFlashConfig.from_pretrained(folder)
+    config = read_config(folder)
     with torch.device("meta"):
         drafter = DFlashDraftModel(config)
     rows = [
         ("layout", f"{layout} ({READERS[layout]})"),
         *_config_rows(config),
-        *_weight_rows(Path(folder), drafter),
+        *_weight_rows(folder, drafter),
         ("made for", _target_line(config, raw)),
     ]
     if target_config is not None:
         rows.append(("fits", _fits(drafter, target_config)))
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def read_config(folder: str | os.PathLike) -> DFlashConfig:
+    """The config of a drafter in any layout.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is not a drafter's, or lacks something, or has something of the wrong type.
+    """
+    try:
+        return DFlashConfig.from_pretrained(folder)
+    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:  # for what no check foresees
+        raise ValueError(
+            f"The config.json of {str(folder)!r} is not understood ({type(error).__name__}: {error}); mend it, or get "
+            "the checkpoint again."
+        ) from error
+
+
+def _local(name: str | os.PathLike) -> Path:
+    """The folder, or a copy of what the Hub has under that name."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["config.json", "model*.safetensors", INDEX]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{str(name)!r} is no folder here, and nothing that the Hub gave ({error}); give the folder of a drafter, "
+            "or its name on the Hub."
+        ) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is torn ({error}); get the checkpoint again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; get the checkpoint again.")
+    return content
 
 
 def _config_rows(config: DFlashConfig) -> list[tuple[str, str]]:
@@ -138,14 +181,27 @@ def _weight_rows(folder: Path, drafter: DFlashDraftModel) -> list[tuple[str, str
 
 
 def _headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor in the folder's safetensors files, by its published name."""
+    """Shape and dtype of each tensor in the model's safetensors files, by its published name."""
     found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                part = tensors.get_slice(name)
-                found[_renamed(name, TENSOR_NAMES)] = (tuple(part.get_shape()), part.get_dtype())
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    part = tensors.get_slice(name)
+                    found[_renamed(name, TENSOR_NAMES)] = (tuple(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} can't be read ({error}); get the checkpoint again.") from error
     return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the index lists, or all of the model's where there is no index; other tables are left alone."""
+    if not (folder / INDEX).is_file():
+        return sorted(folder.glob("model*.safetensors"))
+    listed = _read_object(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ValueError(f"{folder / INDEX} has no `weight_map`; get the checkpoint again.")
+    return [folder / name for name in sorted(set(map(str, listed.values())))]
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
@@ -156,10 +212,11 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 def _target_line(config: DFlashConfig, raw: dict[str, Any]) -> str:
     """The target it was trained for, as far as the checkpoint says."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    about = raw.get("speculators_config")
+    verifier = about.get("verifier") if isinstance(about, dict) else None
     said = {"layers": config.num_target_layers, "vocabulary": config.vocab_size, "hidden size": config.hidden_size}
     facts = ", ".join(f"{name} {'not said' if value is None else format(value, ',')}" for name, value in said.items())
-    name = verifier.get("name_or_path")
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     return f"{name}: {facts}" if name else facts
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from stubs import LAYER_TYPES, WINDOW, make_drafter, make_target
 from test_interchange import ASSISTANT, PUBLISHED, ROPE, SLIDING, SPECULATORS, tensors_of, write
 
+import hf_ddtree.interchange as interchange
 from hf_ddtree import DFlashDraftModel
 from hf_ddtree.interchange import describe, export_drafter
 
@@ -169,6 +170,81 @@ def test_tensors_of_a_drafter_of_another_kind(drafter, tmp_path):
     write(tmp_path, PUBLISHED, {**drafter.state_dict(), "markov_head.markov_w1.weight": torch.zeros(3)})
     with pytest.raises(ValueError, match="markov_head"):
         describe(tmp_path)
+
+
+def test_other_tables_in_the_folder_are_left_alone(drafter, tmp_path):
+    write(tmp_path, PUBLISHED, drafter.state_dict())
+    before = describe(tmp_path)
+    save_file({"keys": torch.arange(3)}, tmp_path / "table.safetensors")
+    assert describe(tmp_path) == before
+
+
+def test_the_index_says_which_files_there_are(drafter, tmp_path):
+    write(tmp_path, PUBLISHED, {})
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: tensor.clone() for name, tensor in drafter.state_dict().items()}, tmp_path / "part.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(drafter.state_dict(), "part.safetensors")}))
+    assert "incomplete" not in rows(describe(tmp_path)) and "F32" in rows(describe(tmp_path))["weights"]
+    (tmp_path / "part.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"part\.safetensors can't be read"):
+        describe(tmp_path)
+    for content in ('{"weight_map": ', "[1]", '{"weight_map": 3}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"index\.json .*get the checkpoint again"):
+            describe(tmp_path)
+
+
+def test_torn_weights_are_named(tmp_path):
+    write(tmp_path, PUBLISHED, {})
+    (tmp_path / "model.safetensors").write_bytes(b"half a")
+    with pytest.raises(ValueError, match=r"model\.safetensors can't be read.*get the checkpoint again"):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "null", '{"a": ', ""])
+def test_a_config_that_is_no_object(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json (holds a|is torn).*get the checkpoint again"):
+        describe(tmp_path)
+
+
+NO_LAYERS = {name: value for name, value in ASSISTANT.items() if name not in ("num_hidden_layers", "layer_types")}
+ODD = {
+    "no layers": (NO_LAYERS, "`num_hidden_layers` None"),
+    "no layers but their types": ({**NO_LAYERS, "layer_types": ["full_attention"]}, "`num_hidden_layers` None"),
+    "layers in letters": ({**ASSISTANT, "num_hidden_layers": "two"}, "`num_hidden_layers` 'two'"),
+    "size in letters": ({**PUBLISHED, "hidden_size": "much"}, "hidden_size"),
+    "layers as text": ({**SPECULATORS, "transformer_layer_config": "some"}, "not understood"),
+    "ids as text": ({**SPECULATORS, "aux_hidden_state_layer_ids": "some"}, "not understood"),
+}
+
+
+@pytest.mark.parametrize("config, named", ODD.values(), ids=ODD)
+def test_an_odd_config_is_refused_by_name(config, named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (describe, lambda folder: export_drafter(folder, tmp_path / "out", "published")):
+        with pytest.raises(ValueError, match=named):
+            read(tmp_path)
+
+
+def test_a_name_on_the_hub(drafter, tmp_path, monkeypatch):
+    write(tmp_path, PUBLISHED, drafter.state_dict())
+    asked = []
+    fetch = lambda name, allow_patterns: asked.append((name, allow_patterns)) or str(tmp_path)  # noqa: E731
+    monkeypatch.setattr(interchange, "snapshot_download", fetch)
+    assert describe("some/drafter") == describe(tmp_path)
+    assert asked == [("some/drafter", ["config.json", "model*.safetensors", "model.safetensors.index.json"])]
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), ValueError("bad name")])
+def test_a_name_that_the_hub_does_not_give(error, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(interchange, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=f"'some/drafter' is no folder here.*{error}"):
+        describe("some/drafter")
 
 
 def test_a_folder_without_a_config(tmp_path):

@@ -78,7 +78,10 @@ def to_fields(config: dict[str, Any]) -> dict[str, Any]:
     layout = layout_of(config)
     check_honoured(config)
     if layout == "assistant":
-        types = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+        layers = config.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            raise ValueError(f"The drafter's config has `num_hidden_layers` {layers!r}; set it to how many it has.")
+        types = config.get("layer_types") or ["sliding_attention"] * layers
         return {**config, "layer_types": types, "causal_layers": "none"}
     fields = _from_speculators(config) if layout == "speculators" else dict(config)
     if layout == "published":

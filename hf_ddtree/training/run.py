@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar, get_logger
 
 from ..configuration import DDTreeConfig
+from ..interchange import read_config
 from ..models.dflash import DFlashDraftModel
-from ..models.dflash_config import DFlashConfig
 from ..models.smollm2 import smollm2_path
 from .calibration import fit_depth_temperatures
 from .card import write_card
@@ -254,7 +254,7 @@ def _drafter(
 def _transition_rank(options: argparse.Namespace) -> int:
     """The rank asked for, else that of the drafter to go on with, else 256."""
     asked = options.transition_rank
-    own = DFlashConfig.from_pretrained(options.start_from).transition_rank if options.start_from else 0
+    own = read_config(options.start_from).transition_rank if options.start_from else 0
     if asked is None:
         return own or TRANSITION_RANK
     if own and asked != own:
