@@ -52,8 +52,8 @@ class DDTreeConfig(GenerationConfig):
             same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
             docs/sampling.md; a greedy target has no noise), 0 for the other rules.
         draft_temperature: the drafts' log-probabilities are those of logits / `draft_temperature`; 1 is the paper's.
-            None = the drafter's calibrated temperature of each depth, or 1, for the walk, and the target's temperature
-            for the other rules, which draw the drafts.
+            None = 1 for the walk, or the drafter's calibrated temperatures where the tree is drafted without noise, and
+            the target's temperature for the other rules, which draw the drafts.
         draft_transition: let drafts depend on their parent's token through the drafter's own transition, in best-first
             trees for the walk; None = if the drafter has one.
         draft_table: file of a bigram table that does the same with any drafter (`hf-ddtree table` makes one).

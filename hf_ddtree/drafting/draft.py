@@ -41,6 +41,8 @@ class Draft:
     def marginals(self, config: DDTreeConfig, noise: torch.Tensor | None = None) -> Marginals:
         """The candidates of each depth and their log-probabilities under (logits + noise + correction) / temperature.
 
+        Without noise the temperature is by default the calibrated one of each depth, which was fitted so.
+
         Args:
             noise: [depth, vocab] the target's sampling noise, scaled as logits; None = none.
         """
@@ -49,7 +51,7 @@ class Draft:
             logits = logits + noise
         uniform = min(max(config.tree_temperature, 1e-30), 1e30)  # what float32 can divide by
         temperature = logits.new_full((logits.shape[1], 1), uniform)
-        if config.draft_temperature is None and self.temperatures is not None:
+        if config.draft_temperature is None and noise is None and self.temperatures is not None:
             temperature = self.temperatures[: logits.shape[1]]
         candidates = config.candidates_per_depth
         corrected = bool(self.corrections) and config.tree_shape == "best_first"
