@@ -212,6 +212,11 @@ def test_a_drafter_without_a_transition_gets_one(go_on):
     assert go_on(0) == run.TRANSITION_RANK
 
 
+def test_a_drafter_that_is_not_there_is_named(train):
+    status, error = train("--start-from", "./nowhere")
+    assert status == 1 and "`--start-from ./nowhere` can't be loaded" in error
+
+
 # What is said and written
 
 

@@ -253,8 +253,14 @@ def _drafter(
 
 def _transition_rank(options: argparse.Namespace) -> int:
     """The rank asked for, else that of the drafter to go on with, else 256."""
-    asked = options.transition_rank
-    own = read_config(options.start_from).transition_rank if options.start_from else 0
+    asked, own = options.transition_rank, 0
+    if options.start_from is not None:
+        try:
+            own = read_config(options.start_from).transition_rank or 0
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`--start-from {options.start_from}` can't be loaded; give a drafter's folder or Hub name: {error}"
+            ) from error
     if asked is None:
         return own or TRANSITION_RANK
     if own and asked != own:
