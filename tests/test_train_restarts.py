@@ -212,9 +212,10 @@ def test_a_drafter_without_a_transition_gets_one(go_on):
     assert go_on(0) == run.TRANSITION_RANK
 
 
-def test_a_drafter_that_is_not_there_is_named(train):
-    status, error = train("--start-from", "./nowhere")
-    assert status == 1 and "`--start-from ./nowhere` can't be loaded" in error
+def test_a_drafter_that_is_not_there_is_named(folder, out, capsys):
+    arguments = ["--model", str(folder), "--out", str(out), "--start-from", "./nowhere", "--cpu", "--dtype", "float32"]
+    assert main(["train", *arguments]) == 1
+    assert "`--start-from ./nowhere` can't be loaded" in capsys.readouterr().err and not out.exists()
 
 
 # What is said and written
