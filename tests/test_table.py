@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from chat import make_chat_tokenizer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from stubs import make_target
 
+import hf_ddtree.training.bigrams as bigrams
 from hf_ddtree.cli import main
 from hf_ddtree.drafting.corrections import BigramTable
 from hf_ddtree.training.bigrams import count_bigrams, save_table
@@ -64,3 +66,17 @@ def test_a_folder_to_write_to_is_refused(folder, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert table(folder, tmp_path / "one.jsonl", tmp_path / "out") == 1
     assert "out` is a folder; give the .safetensors file" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(folder, tmp_path, capsys, monkeypatch):
+    """Safetensors has an error of its own for it."""
+
+    def fail(*args, **kwargs):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(bigrams, "save_file", fail)
+    data = tmp_path / "two.jsonl"
+    data.write_text((json.dumps({"p": [7], "g": [8, 9], "t": None}) + "\n") * 2)
+    arguments = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "table.safetensors")]
+    assert main(["table", *arguments]) == 1
+    assert capsys.readouterr().err == "hf-ddtree table: No space left on device\n"
