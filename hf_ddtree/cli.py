@@ -4,12 +4,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .benchmark import race
 from .benchmark.drafter import bench_drafter
@@ -17,8 +16,9 @@ from .benchmark.prompts import PROMPTS
 from .benchmark.sampling import bench
 from .cli_drafters import add_drafter_commands
 from .configuration import DDTreeConfig
+from .loading import load_drafter, load_target
 from .models import DFlashDraftModel
-from .models.smollm2 import load_smollm2, smollm2_path
+from .models.smollm2 import load_smollm2
 from .streaming import LEGEND, ColourStreamer
 from .training.data import HELD_OUT, TokenSequence, split_held
 from .training.sources import Limits, load_sequences
@@ -34,6 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         return options.run(options)
+    except KeyboardInterrupt:
+        again = "; the same command goes on from what was saved" if options.command == "train" else ""
+        print(f"\nhf-ddtree {options.command}: stopped{again}", file=sys.stderr)
+        return 130
     except (ImportError, OSError, ValueError, RuntimeError, FloatingPointError, SafetensorError) as error:
         print(f"hf-ddtree {options.command}: {error}", file=sys.stderr)
         return 1
@@ -107,30 +111,28 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run_generate(options: argparse.Namespace) -> int:
-    dtype = getattr(torch, options.dtype)
-    target = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, device_map=options.device)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
+    target, tokenizer = load_target(options.model, dtype=getattr(torch, options.dtype), device_map=options.device)
+    drafter = load_drafter(options.drafter, target)
     return _show(target, tokenizer, drafter, [options.prompt], options)
 
 
 def _run_bench(options: argparse.Namespace) -> int:
-    folder = smollm2_path() if options.model == "smollm2" else options.model
-    dtype = getattr(torch, options.dtype)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="auto")
-    drafter = DFlashDraftModel.from_pretrained(options.drafter, dtype=dtype).to(target.device)
+    target, tokenizer = load_target(options.model, dtype=getattr(torch, options.dtype), device_map="auto")
+    drafter = load_drafter(options.drafter, target)
     if options.json is not None and not options.json.parent.is_dir():
         raise ValueError(f"`--json {options.json}` is in no folder there is; make it first.")
-    held = _held_out(options, folder, target)
+    held = _held_out(options, target, tokenizer)
     if options.what == "drafter":
         return bench_drafter(target, drafter, held, options)
     return bench(target, drafter, [sequence.tokens[: sequence.prompt_length] for sequence in held], options)
 
 
-def _held_out(options: argparse.Namespace, folder: Any, target: PreTrainedModel) -> list[TokenSequence]:
+def _held_out(
+    options: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenSequence]:
     """Sequences of `--data` that training keeps out; for `bench drafter` greedy answers of the target."""
     limits = Limits(target.config.get_text_config(decoder=True).vocab_size)
-    _, held = split_held(load_sequences(options.data, AutoTokenizer.from_pretrained(folder), limits))
+    _, held = split_held(load_sequences(options.data, tokenizer, limits))
     greedy = options.what == "drafter"
     texts = [sequence for sequence in held if sequence.greedy or not greedy]
     if not texts:

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from .interchange import LAYOUTS, describe, export_drafter
-from .models.smollm2 import smollm2_path
+from .loading import model_name
 
 
 def add_drafter_commands(commands: Any) -> None:
@@ -60,9 +60,14 @@ def _add_shape_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--start-from", help="go on with this drafter, folder or Hub name, in place of a new one")
     train.add_argument("--layers", type=int, help="of the drafter (4)")
     train.add_argument("--block-size", type=int, help="tokens drafted at once, and one more (8)")
-    train.add_argument("--mask-token-id", type=int, help="a token that text does not use (found)")
     train.add_argument(
-        "--target-layer-ids", type=int, nargs="+", help="layers whose outputs the drafter reads (4, evenly spaced)"
+        "--mask-token-id", type=int, help="a token that text does not use (a special one, else the rarest)"
+    )
+    train.add_argument(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="layers whose outputs the drafter reads (up to 4, evenly spaced below the target's last --layers)",
     )
     train.add_argument(
         "--transition-rank",
@@ -103,7 +108,7 @@ def _run_table(options: argparse.Namespace) -> int:
 
     if options.out.is_dir():
         raise ValueError(f"`--out {options.out}` is a folder; give the .safetensors file to write.")
-    folder = _folder(options.model)
+    folder = model_name(options.model)
     vocab_size = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).vocab_size
     limits = Limits(vocab_size, options.max_length)
     train, held = split_held(load_sequences(options.data, AutoTokenizer.from_pretrained(folder), limits))
@@ -119,7 +124,7 @@ def _run_table(options: argparse.Namespace) -> int:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    target = None if options.model is None else AutoConfig.from_pretrained(_folder(options.model))
+    target = None if options.model is None else AutoConfig.from_pretrained(model_name(options.model))
     print(describe(options.drafter, target))
     return 0
 
@@ -128,7 +133,3 @@ def _run_export(options: argparse.Namespace) -> int:
     export_drafter(options.drafter, options.out, options.layout, options.model)
     print(f"{options.out}: written in the {options.layout} layout")
     return 0
-
-
-def _folder(model: str) -> Any:
-    return smollm2_path() if model == "smollm2" else model

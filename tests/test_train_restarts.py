@@ -66,7 +66,7 @@ def test_a_refused_command_costs_nothing_and_the_first_goes_on(train, out):
     assert train("--sequences", "24", *OWN_TEXT, data=None)[0] == 0
     before = snapshot(out)
     status, error = train("--sequences", "40", *OWN_TEXT, data=None)
-    assert status == 1 and "`--sequences` 22 trained on, not 38" in error
+    assert status == 1 and "22 sequences to train on, not 38" in error
     assert snapshot(out) == before
     assert (
         train(
@@ -105,7 +105,7 @@ def test_features_survive_a_refusal(other, train, out, data, tmp_path):
         assert "another text (`--data`" in error
     elif other == "fewer":
         status, error = train(*taps, "--sequences", "30")
-        assert "`--sequences` 38 trained on, not 28" in error
+        assert "38 sequences to train on, not 28" in error
     else:
         make_target("llama", seed=4).save_pretrained(tmp_path / "other")
         make_chat_tokenizer().save_pretrained(tmp_path / "other")

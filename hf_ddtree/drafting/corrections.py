@@ -138,7 +138,7 @@ class BigramTable:
             _check_pairs(tensors["parents"], tensors["unseen"], other)
         except Exception as error:
             raise ValueError(
-                f"`draft_table` is {str(path)!r}, no bigram table ({error}); make one with `hf-ddtree table`."
+                f"`draft_table` is {str(path)!r}, no bigram table ({error!r}); make one with `hf-ddtree table`."
             ) from error
         if other != vocab_size:
             raise ValueError(

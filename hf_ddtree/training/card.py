@@ -25,7 +25,7 @@ it can change the speed of decoding only, never the text.
 ```python
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 
-drafter = DFlashDraftModel.from_pretrained("{folder}", dtype=target.dtype)
+drafter = DFlashDraftModel.from_pretrained("{folder}", dtype=target.dtype)  # this folder, wherever it is
 config = DDTreeConfig.from_pretrained("{folder}", max_new_tokens=128)
 target.generate(**inputs, assistant_model=drafter, generation_config=config)
 ```
@@ -39,7 +39,8 @@ On held-out text{caveat}, by replaying the rounds over it, after training and ca
 
 {figures}
 
-Calibrated temperatures of the depths: {temperatures}.
+first: how often the drafter's first token is the target's; chain: its best token at each depth; tree-N: N nodes;
+marginal: depths taken for independent. Calibrated temperatures of the depths: {temperatures}.
 
 ## Training
 
@@ -67,7 +68,7 @@ def write_card(out: Path, drafter: DFlashDraftModel, figures: dict[str, float], 
         transition=f"with a path-conditional transition of rank {rank}" if rank else "without a transition",
         caveat="" if options.data is None or options.answer_with_target else " of the data",
         figures=_table(["", "value"], [[name, f"{value:.3f}"] for name, value in figures.items()]),
-        temperatures=", ".join(map(str, config.depth_temperatures or [])),
+        temperatures=", ".join(map(str, config.depth_temperatures or ["none, for want of the target's greedy text"])),
         command=shlex.join(["hf-ddtree", *options.arguments]),
         log=_log_table(out / "training" / "log.jsonl"),
     )

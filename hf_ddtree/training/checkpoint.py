@@ -114,5 +114,6 @@ def _difference(name: str, saved: Any, value: Any) -> str:
         return "another target (`--model`, `--dtype`)"
     if name == "text":
         return "another text (`--data`, or what it is cut and written by)"
-    counted = " trained on" if name == "sequences" else ""
-    return f"`{OPTIONS.get(name, name)}` {saved}{counted}, not {value}"
+    if name == "sequences":
+        return f"{saved} sequences to train on, not {value} (`--sequences`, `--data`)"
+    return f"`{OPTIONS.get(name, name)}` {saved}, not {value}"

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, get_logger
 
 from ..configuration import DDTreeConfig
 from ..interchange import read_config
+from ..loading import load_target
 from ..models.dflash import DFlashDraftModel
-from ..models.smollm2 import smollm2_path
 from .calibration import fit_depth_temperatures
 from .card import write_card
 from .checkpoint import check_checkpoint, known_identity
@@ -91,7 +91,8 @@ def train_drafter(options: argparse.Namespace) -> None:
     accelerator.print(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
     check_values(options)
     options.transition_rank = _transition_rank(options)
-    target, tokenizer = _load(options, accelerator.device)
+    target, tokenizer = load_target(options.model, dtype=getattr(torch, options.dtype))
+    target = target.to(accelerator.device).eval().requires_grad_(False)
     check_shapes(options, target)
     check_rows(options.rows, accelerator.num_processes * options.accumulate)
     place = Workplace(options.out)
@@ -115,6 +116,7 @@ def _train(
     torch.manual_seed(options.seed)
     drafter = _drafter(options, target, tokenizer, sequences).to(accelerator.device)
     taps = drafter.config.target_layer_ids
+    accelerator.print(f"reads the target's layers {taps}; mask token {drafter.config.mask_token_id}")
     store = FeatureStore(target, train, taps, place.training / "features", options.cache_gb)
     data = TrainingData(store, compute_features(target, held, taps) if accelerator.is_main_process else [])
     trainer = Trainer(drafter, target, data, place.training, _settings(options), accelerator)
@@ -139,7 +141,8 @@ def publish(
     half = DFlashDraftModel(drafter.config).to(drafter.device, target.dtype).eval()
     half.load_state_dict(drafter.state_dict())
     half.config.depth_temperatures = None
-    half.config.depth_temperatures = fit_depth_temperatures(half, target, held)
+    if all(item.sequence.greedy for item in held):  # others' text says nothing of what the target would take
+        half.config.depth_temperatures = fit_depth_temperatures(half, target, held)
     figures = held_acceptance(half, target, held, held_configs(half))
     half.save_pretrained(place.out)
     DDTreeConfig().save_pretrained(place.out)
@@ -175,17 +178,6 @@ def check_shapes(options: argparse.Namespace, target: PreTrainedModel) -> None:
         drafter_from_target(target, mask_token_id=mask or 0, **_shape(options))
     else:
         drafter_from_checkpoint(options.start_from, target, options.transition_rank)
-
-
-def _load(options: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = smollm2_path() if options.model == "smollm2" else options.model
-    try:
-        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(device).eval()
-        return target.requires_grad_(False), AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`--model {options.model}` can't be loaded; give a folder or a Hub name, with a tokenizer: {error}"
-        ) from error
 
 
 def _text(
@@ -231,8 +223,8 @@ def _split(sequences: list[TokenSequence]) -> tuple[list[TokenSequence], list[To
     greedy = [sequence for sequence in held if sequence.greedy]
     if not greedy:
         logger.warning(
-            "No held-out answer is the target's own greedy one, so acceptance on them says less than on its own text; "
-            "`--answer-with-target` lets the target answer the prompts of `--data`."
+            "No held-out answer is the target's own greedy one, so acceptance on them says less than on its own text, "
+            "and there is no calibration; `--answer-with-target` lets the target answer the prompts of `--data`."
         )
     return train, (greedy or held)[:HELD_SEQUENCES]
 

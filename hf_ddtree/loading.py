@@ -1,0 +1,51 @@
+"""Models by what the command line calls them."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .models import DFlashDraftModel
+from .models.smollm2 import smollm2_path
+
+
+def model_name(model: str) -> str | Path:
+    """The folder or Hub name that `--model` means; `smollm2` is the demo's target."""
+    return smollm2_path() if model == "smollm2" else model
+
+
+def load_target(model: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target that `--model` names, and its tokenizer.
+
+    Args:
+        options: as `from_pretrained` takes them.
+
+    Raises:
+        ValueError: it can't be loaded.
+    """
+    try:
+        name = model_name(model)
+        target = AutoModelForCausalLM.from_pretrained(name, **options)
+        return target, AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--model {model}` can't be loaded; {_found(model)}: {_first_line(error)}") from error
+
+
+def load_drafter(drafter: str | Path, target: PreTrainedModel) -> DFlashDraftModel:
+    """The drafter that `--drafter` names, in the target's dtype and on its device.
+
+    Raises:
+        ValueError: it can't be loaded.
+    """
+    try:
+        return DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype).to(target.device)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--drafter {drafter}` can't be loaded; {_found(drafter)}: {_first_line(error)}") from error
+
+
+def _found(name: str | Path) -> str:
+    return "the folder is there" if Path(name).is_dir() else "no such folder here, nor on the Hub as far as can be seen"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
