@@ -338,7 +338,7 @@ def test_a_run_goes_on_with_a_lower_learning_rate(train, tmp_path):
         (["--layers", "1"], "`--layers` 2, not 1"),
         (["--rows", "4"], "`--rows` 8, not 4"),
         (["--seed", "3"], "`--seed` 0, not 3"),
-        (["--sequences", "30"], "`--sequences` 38 trained on, not 28"),
+        (["--sequences", "30"], "38 sequences to train on, not 28"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_can_be_overridden(train, tmp_path, options, named):
