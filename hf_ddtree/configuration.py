@@ -19,7 +19,7 @@ OWN_FIELDS: dict[str, Any] = {
     "draft_transition": None,
     "draft_table": None,
     "draft_table_weight": 0.5,
-    "draft_text_weight": 0.75,
+    "draft_text_weight": 1.0,
     "acceptance": "walk",
     "seed": None,
     "synchronize_stages": False,
@@ -58,8 +58,8 @@ class DDTreeConfig(GenerationConfig):
             trees for the walk; None = if the drafter has one.
         draft_table: file of a bigram table that does the same with any drafter (`hf-ddtree table` makes one).
         draft_table_weight: of the table's values, which are added to the draft logits.
-        draft_text_weight: the same by counts of the text so far: log(1 + times the child followed the parent), times
-            this, is added; 0 is off. All three are measured in docs/training.md.
+        draft_text_weight: the same by how often the text so far went on like that, logarithms of counts times this; 0
+            is off. All three are measured in docs/training.md.
         acceptance: which drafts are committed. "walk": where the target's own choice, made with noise keyed by seed and
             position, is in the tree; the text depends on target and seed alone. For comparison, with sampling only, and
             with a text that depends on the drafter too: "token" (token-wise rejection of a drawn chain), "block" (block

@@ -513,6 +513,17 @@ def test_running_text_counts_its_pairs():
     assert not running_text_correction(SMALL[:1], 4, weight=0.5)(parents, children).any()
 
 
+def test_running_text_knows_two_tokens_at_the_first_two_depths():
+    """At the first the one before the root, at the second the root; deeper the path decides."""
+    ids = torch.tensor([3, 1, 0, 3, 1, 0, 3, 1])  # 3 1 0 twice, 1 0 3 twice; the root is 1
+    parents, children = torch.tensor([[1], [0], [0]]), torch.tensor([[0], [3], [3]])
+    pair, triple = torch.log(torch.tensor(3.0)), 2 * torch.log(torch.tensor(3.0))
+    expected = torch.stack([pair + triple, pair + triple, pair]).view(3, 1, 1)
+    torch.testing.assert_close(running_text_correction(ids, 4, weight=1.0)(parents, children), expected)
+    strangers = running_text_correction(torch.tensor([3, 1, 0, 3, 1, 0, 2, 1]), 4, weight=1.0)
+    torch.testing.assert_close(strangers(parents, children)[0], pair.view(1, 1))
+
+
 def test_corrections_add_up_before_the_temperature():
     """By hand: log softmax of (logits + both corrections) / temperature within the depth's candidates."""
     logits = torch.tensor([[[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]]])
@@ -520,8 +531,9 @@ def test_corrections_add_up_before_the_temperature():
     draft = Draft(torch.tensor([[1]]), logits, (table.correction(2.0), text), torch.tensor([[0.5], [2.0]]))
     marginals = draft.marginals(DDTreeConfig(tree_budget=3))
     everything = torch.arange(3)[None]
-    added = (2.0 * table.lookup(everything, everything) + text(everything, everything))[0]
-    for index, temperature, parents in ((0, 0.5, [1] * 3), (1, 2.0, marginals.tokens[0, 0].tolist())):
+    parents = torch.stack([torch.tensor([1, 1, 1]), marginals.tokens[0, 0]])
+    added = 2.0 * table.lookup(parents, everything.expand(2, -1)) + text(parents, everything.expand(2, -1))
+    for index, temperature in ((0, 0.5), (1, 2.0)):
         order = marginals.tokens[0, index]
-        expected = ((logits[0, index] + added) / temperature).log_softmax(-1)[parents][:, order]
+        expected = ((logits[0, index] + added[index]) / temperature).log_softmax(-1)[:, order]
         torch.testing.assert_close(marginals.conditional[0, index], expected)

@@ -184,17 +184,29 @@ def _find(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def running_text_correction(ids: torch.Tensor, vocab_size: int, weight: float) -> Correction:
-    """`weight` * log(1 + times that the child followed the parent in the last `TEXT_WINDOW` tokens).
+    """What the last `TEXT_WINDOW` tokens say: `weight` * (log(1 + pairs) + 2 log(1 + triples)).
+
+    Pairs count how often the child followed the parent, triples how often it followed the parent and the token before
+    that, which is committed text for the first two depths; deeper it depends on the path and is left out.
 
     Args:
-        ids: [length] prompt and output so far.
+        ids: [length] prompt and output so far, the root last.
     """
     ids = ids[-TEXT_WINDOW:]
     pairs = (ids[:-1] * vocab_size + ids[1:]).sort().values
+    triples = ((ids[:-2] * vocab_size + ids[1:-1]) * vocab_size + ids[2:]).sort().values
 
     def correct(parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
         keys = parents[:, :, None] * vocab_size + children[:, None]
-        counts = torch.searchsorted(pairs, keys, right=True) - torch.searchsorted(pairs, keys)
-        return weight * counts.float().log1p()
+        score = _count(pairs, keys).log1p()
+        if len(ids) > 2:
+            before = ids[-2:][: len(keys), None, None]  # the tokens before the first two depths' parents
+            score[:2] += 2 * _count(triples, before * vocab_size**2 + keys[:2]).log1p()
+        return weight * score
 
     return correct
+
+
+def _count(ordered: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """How often each of `wanted` is in `ordered` [n]; float32."""
+    return (torch.searchsorted(ordered, wanted, right=True) - torch.searchsorted(ordered, wanted)).float()
