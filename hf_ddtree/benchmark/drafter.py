@@ -3,6 +3,7 @@
 import argparse
 import json
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def bench_drafter(
     Args:
         held: greedy answers of the target, kept out of training.
         options: `table`, `json`, `plot`.
+
+    Raises:
+        ImportError: a plot is asked for and matplotlib is not installed.
     """
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise ImportError("`--plot` needs matplotlib: `pip install matplotlib`.")
     features = compute_features(target, held, drafter.config.target_layer_ids)
     configs = {
         (name, budget): DDTreeConfig(tree_budget=budget, **fields)
@@ -77,8 +83,6 @@ def bench_drafter(
     for name, bins in curves.items():
         print(f"\npath probabilities of nodes, {name}; calibration error {calibration_error(bins):.4f}")
         print(_reliability_table(bins), flush=True)
-    if options.plot is not None:
-        plot_reliability(curves, options.plot)
     record = {
         "texts": len(features),
         "dtype": str(target.dtype),
@@ -88,6 +92,8 @@ def bench_drafter(
     print(json.dumps(record), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot is not None:
+        plot_reliability(curves, options.plot)
     return 0
 
 
@@ -121,15 +127,9 @@ def _reliability_table(bins: list[Bin]) -> str:
 
 
 def plot_reliability(curves: dict[str, list[Bin]], path: Path) -> None:
-    """Observed against predicted path probability.
+    """Observed against predicted path probability."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
     figure = Figure(figsize=(5, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="as promised")
