@@ -1,14 +1,9 @@
 """Drafters whose slots see no later slot of their block, in sliding layers or in all."""
 
-import itertools
-
 import pytest
 import torch
 from stubs import BLOCK, LAYER_TYPES, WINDOW, decode, greedy, make_drafter, make_target
-from test_drafter import PROMPT, inputs, run, shaken
-from transformers.cache_utils import DFlashCache
-
-from hf_ddtree.drafting.dflash import MASK_CACHE_NAME
+from test_drafter import PROMPT, check_incremental_calls, inputs, run, shaken
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +37,7 @@ def test_causal_layers_equal_a_dense_mask(target, causal, context, attention):
 def test_causal_layers_with_a_cache_equal_one_call(target, causal, cuts):
     shape = {"layer_types": LAYER_TYPES["mixed"], "sliding_window": WINDOW, "causal_layers": causal}
     drafter = shaken(make_drafter(target, **shape))
-    cache = DFlashCache(config=drafter.config)
-    cache.activate_past_recording()
-    whole = inputs(20)
-    for start, end in itertools.pairwise(cuts):
-        if start:
-            cache.crop(-BLOCK)
-        cache.set_previous_accepted_tokens(end - start)
-        part = {**whole, "context_hidden_states": whole["context_hidden_states"][:, start:end]}
-        positions = torch.arange(start, end + BLOCK)[None]
-        output = run(drafter, **part, position_ids=positions, **{MASK_CACHE_NAME: cache})
-        upto = {**whole, "context_hidden_states": whole["context_hidden_states"][:, :end]}
-        torch.testing.assert_close(output, run(drafter, **upto), atol=1e-5, rtol=1e-5)
+    check_incremental_calls(drafter, cuts)
 
 
 def test_unknown_causal_layers_raise(target):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,12 +73,10 @@ def bench_drafter(
     rows = _rows(rounds)
     print(_table(rows), LEGEND, sep="\n", flush=True)
 
-    raw = deepcopy(drafter)
-    raw.config.depth_temperatures = None
-    config = DDTreeConfig(tree_budget=32)
-    curves = {"uncalibrated": reliability(raw, target, features, config)}
+    raw = DDTreeConfig(tree_budget=32, draft_temperature=1.0)
+    curves = {"uncalibrated": reliability(drafter, target, features, raw)}
     if drafter.config.depth_temperatures:
-        curves["calibrated"] = reliability(drafter, target, features, config)
+        curves["calibrated"] = reliability(drafter, target, features, DDTreeConfig(tree_budget=32))
     for name, bins in curves.items():
         print(f"\npath probabilities of nodes, {name}; calibration error {calibration_error(bins):.4f}")
         print(_reliability_table(bins), flush=True)

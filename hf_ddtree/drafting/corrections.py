@@ -44,6 +44,8 @@ class Corrections:
             states: [depth, hidden] the drafter's states, one per depth.
         """
         config = self.config
+        if config.tree_shape == "chain" or config.acceptance != "walk":  # they have no use for it
+            return ()
         sources: list[Correction] = []
         if self.drafter.transition is not None and config.draft_transition is not False:
             sources.append(partial(_transition, self.drafter, self.target, states))

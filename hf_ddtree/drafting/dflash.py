@@ -13,7 +13,7 @@ from ..models.head import head_logits
 from ..target import Context
 from ..tree import Tree, build_tree, root_tree
 from .corrections import Corrections
-from .draft import Draft
+from .draft import Draft, calibrated_temperatures
 
 
 class DDTreeCandidateGenerator(CandidateGenerator):
@@ -39,8 +39,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.cache.activate_past_recording()
         self.drafted = 0  # length of the noise block that the cache still holds
         self.corrections = Corrections(drafter, target, config)
-        calibrated = drafter.config.depth_temperatures
-        self.temperatures = None if calibrated is None else torch.tensor(calibrated, device=target.device)[:, None]
+        self.temperatures = calibrated_temperatures(drafter, target.device)
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -51,11 +50,10 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
         root = input_ids[:, -1:]
         draft = self.draft(input_ids, context, max_depth)
-        return (
-            root_tree(root)
-            if draft is None
-            else build_tree(root, draft.marginals(self.config), self.config.tree_budget)
-        )
+        if draft is None:
+            return root_tree(root)
+        marginals = draft.marginals(self.config)
+        return build_tree(root, marginals, self.config.tree_budget)
 
     def draft(self, input_ids: torch.Tensor, context: Context, max_depth: int) -> Draft | None:
         """Drafts for the tokens after the root.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..configuration import DDTreeConfig
+from ..models.dflash import DFlashDraftModel
 from ..tree import Marginals, condition, top_marginals
 
 # Given the parents [depth, k] and their possible children [depth, k], what being after a parent adds to the draft logit
@@ -54,13 +55,18 @@ class Draft:
         if config.draft_temperature is None and noise is None and self.temperatures is not None:
             temperature = self.temperatures[: logits.shape[1]]
         candidates = config.candidates_per_depth
-        corrected = bool(self.corrections) and config.tree_shape == "best_first"
-        if corrected and config.tree_top_k is None:
+        if self.corrections and config.tree_top_k is None:
             candidates = max(candidates, CORRECTED_CANDIDATES)
         marginals = top_marginals(logits / temperature, candidates)
-        if not corrected or marginals.tokens.shape[1] == 0:
+        if not self.corrections or marginals.tokens.shape[1] == 0:
             return marginals
         children = marginals.tokens[0]
         parents = torch.cat([self.root.expand(1, children.shape[1]), children[:-1]])
         total = sum(correction(parents, children) for correction in self.corrections)
         return condition(marginals, (total / temperature[..., None])[None])
+
+
+def calibrated_temperatures(drafter: DFlashDraftModel, device: torch.device) -> torch.Tensor | None:
+    """[block_size - 1, 1] the drafter's calibration, as `Draft.temperatures`; None = it has none."""
+    fitted = drafter.config.depth_temperatures
+    return None if fitted is None else torch.tensor(fitted, device=device)[:, None]

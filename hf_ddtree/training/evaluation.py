@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..acceptance import Choose, walk
 from ..configuration import DDTreeConfig
 from ..drafting.corrections import Corrections
-from ..drafting.draft import Draft
+from ..drafting.draft import Draft, calibrated_temperatures
 from ..models.dflash import DFlashDraftModel
 from ..models.head import head_logits
 from ..tree import build_tree
@@ -78,8 +78,7 @@ def drafts_over(drafter: DFlashDraftModel, target: PreTrainedModel, item: Target
     batch = batch.to(drafter.device)
     states = draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0]
     logits = head_logits(target, states.flatten(0, 1).to(target.dtype)).unflatten(0, states.shape[:2])
-    calibrated = config.depth_temperatures
-    temperatures = None if calibrated is None else torch.tensor(calibrated, device=logits.device)[:, None]
+    temperatures = calibrated_temperatures(drafter, logits.device)
     return TextDrafts(tokens.to(logits.device), start, logits, states, temperatures)
 
 
