@@ -30,25 +30,52 @@ class Accepted:
     finished: bool
 
 
-def walk(tree: Tree, choose: Choose) -> Accepted:
+class Walk:
     """Follows the target's choices from the root of a one-row tree for as long as the tree has them.
 
-    `choose` is called once per emitted token, in order, so that whatever keeps state in it (logits processors,
+    `step` is called once per emitted token, in order, so that whatever keeps state beside it (logits processors,
     stopping criteria, a random generator) sees what it would see in plain decoding.
-    """
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    children: dict[tuple[int, int], int] = {}
-    for node in range(1, len(tokens)):
-        children.setdefault((parents[node], tokens[node]), node)  # of equal siblings the better one
 
-    path, emitted, finished = [0], [], False
-    while True:
-        token, finished = choose(path[-1])
-        emitted.append(token)
-        child = children.get((path[-1], token))
-        if finished or child is None:
-            return Accepted(path, emitted, finished)
-        path.append(child)
+    Attributes:
+        node: the last accepted one, after which the next choice is made.
+        goes_on: whether the tree has the last choice, so that there is a next one to make.
+        finished: the text ended with the last token.
+    """
+
+    def __init__(self, tree: Tree):
+        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+        self.children: dict[tuple[int, int], int] = {}
+        for node in range(1, len(tokens)):
+            self.children.setdefault((parents[node], tokens[node]), node)  # of equal siblings the better one
+        self.path, self.tokens = [0], []
+        self.goes_on, self.finished = True, False
+
+    @property
+    def node(self) -> int:
+        return self.path[-1]
+
+    def step(self, token: int, finished: bool) -> None:
+        """Takes the target's choice after `node`, and whether the text ends with it."""
+        if self.finished:
+            return
+        self.tokens.append(token)
+        child = self.children.get((self.node, token))
+        self.finished, self.goes_on = finished, not finished and child is not None
+        if self.goes_on:
+            self.path.append(child)
+
+    @property
+    def accepted(self) -> Accepted:
+        """What was walked."""
+        return Accepted(self.path, self.tokens, self.finished)
+
+
+def walk(tree: Tree, choose: Choose) -> Accepted:
+    """A whole walk over a one-row tree; `choose` is called once per emitted token, in order."""
+    steps = Walk(tree)
+    while steps.goes_on:
+        steps.step(*choose(steps.node))
+    return steps.accepted
 
 
 def walk_at_once(tree: Tree, choices: torch.Tensor, max_depth: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,24 +1,34 @@
-"""The emitted sequence: what the target's next choice is made from, and what happens when a token is emitted."""
+"""The emitted texts: what the target's next choice is made from, and what happens when a token is emitted."""
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import stopping_criteria
 
 from .acceptance import Accepted
+from .processors import for_row, knows_whole_batch
+
+# Exact types: they judge a row by itself, so rows may be at different lengths when they are called.
+ROW_CRITERIA = {
+    getattr(stopping_criteria, name)
+    for name in ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria")
+}
 
 
 class Emission:
-    """The sequence so far, its logits processors and stopping criteria, and the scores that the caller wants returned.
+    """Rows of text that grow in step, one token each at a time, as plain decoding grows a batch.
 
-    The criteria are called once per emitted token, on exactly the ids emitted by then, as in plain decoding.
+    Processors and criteria are called once per token, on exactly the ids emitted by then.
 
     Args:
-        input_ids: [1, prompt] the prompt's ids; [1, 0] where the prompt came as embeddings.
-        processors, criteria: as `generate` built them.
+        input_ids: [rows, prompt] the prompts' ids; [rows, 0] where they came as embeddings.
+        processors, criteria: as `generate` built them, or their views of one row.
         config: says which scores to keep.
-        padding: tokens of the prompt that are padding.
+        padding: per row, tokens of its prompt that are padding.
 
     Attributes:
-        scores, raw_logits: per emitted token [1, vocab] float32, after and before the processors; None if not asked.
+        ended: per row, whether its text is complete.
+        scores, raw_logits: per step [rows, vocab] float32, after and before the processors; None if not asked. Rows
+            that had ended have zeros.
     """
 
     def __init__(
@@ -27,42 +37,50 @@ class Emission:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
-        padding: int = 0,
+        padding: list[int],
     ):
-        self.processors, self.criteria = processors, criteria
-        self.length, self.padding = input_ids.shape[1], padding
+        self.processors, self.criteria, self.padding = processors, criteria, padding
+        self.prompt_length = self.length = input_ids.shape[1]
         self.max_length = config.max_length
-        self.buffer = input_ids  # [1, capacity]; grows by doubling
+        self.buffer = input_ids  # [rows, capacity]; grows by doubling
+        self.ended = [False] * len(input_ids)
+        self.flagged = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        self.pad_token = pad_token(config)
+        self.pads = _has_eos(criteria)  # else rows write on until all may end
         wants = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw_logits: list[torch.Tensor] | None = [] if wants and config.output_logits else None
 
     @property
     def ids(self) -> torch.Tensor:
-        """[1, length] the prompt and all tokens emitted so far."""
+        """[rows, length] the prompts and all tokens emitted so far."""
         return self.buffer[:, : self.length]
 
-    @property
-    def position(self) -> int:
-        """Of the next token, padding not counted."""
-        return self.length - self.padding
+    def text(self, row: int) -> torch.Tensor:
+        """[tokens] a row's ids, its padding left out."""
+        return self.ids[row, self.padding[row] :]
+
+    def position(self, row: int) -> int:
+        """Of a row's next token, padding not counted."""
+        return self.length - self.padding[row]
 
     @property
     def remaining(self) -> int:
         """Tokens that `max_length` leaves to emit."""
         return self.max_length - self.length
 
-    def emit(self, token: int, logits: torch.Tensor, scores: torch.Tensor) -> bool:
-        """Appends a token and says whether generation ends with it.
+    def emit(self, tokens: list[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Appends a token to each row and finds out which rows end with it; rows that have ended get padding.
 
         Args:
-            token: -1 where there was nothing to choose from.
-            logits, scores: [1, vocab] what it was chosen from, before and after the processors.
+            tokens: -1 where there was nothing to choose from.
+            logits, scores: [rows, vocab] what they were chosen from, before and after the processors.
 
         Raises:
-            ValueError: there is no token.
+            ValueError: a row that has not ended has no token.
         """
-        if token < 0:
+        tokens = [self.pad_token if ended else token for token, ended in zip(tokens, self.ended, strict=True)]
+        if any(token < 0 for token in tokens):
             raise ValueError(
                 "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the "
                 "constraints, or look for NaN in the model's logits."
@@ -73,13 +91,17 @@ class Emission:
             self.scores.append(scores)
         if self.length == self.buffer.shape[1]:
             self.buffer = torch.nn.functional.pad(self.buffer, (0, max(64, self.length)))
-        self.buffer[:, self.length] = token
+        if len(tokens) == 1:
+            self.buffer[0, self.length] = tokens[0]  # no tensor is made for one token
+        else:
+            self.buffer[:, self.length] = torch.tensor(tokens, device=self.buffer.device)
         self.length += 1
-        kept = tuple(self.scores) if self.scores is not None else None
-        return bool(self.criteria(self.ids, kept).all())
+        self.flagged = self.flagged | self.criteria(self.ids, None if self.scores is None else tuple(self.scores))
+        flags = self.flagged.tolist()
+        self.ended = flags if self.pads else [all(flags)] * len(flags)
 
     def emit_path(self, path: list[int], tokens: list[int], logits: torch.Tensor, scores: torch.Tensor) -> Accepted:
-        """Emits token after token until one ends generation.
+        """Emits the tokens of a single row one after another until one ends the text.
 
         Args:
             path, tokens: as in `Accepted`, before any stop.
@@ -87,6 +109,111 @@ class Emission:
         """
         for count, (node, token) in enumerate(zip(path, tokens, strict=True), start=1):
             row = slice(node, node + 1)
-            if self.emit(token, logits[row].clone(), scores[row].clone()):  # not views, which would hold whole rounds
+            self.emit([token], logits[row].clone(), scores[row].clone())  # not views, which would hold whole rounds
+            if self.ended[0]:
                 return Accepted(path[:count], tokens[:count], finished=True)
         return Accepted(path, tokens, finished=False)
+
+
+class Emissions:
+    """A batch's texts: rows that go their own ways where nothing looks at several of them, else all rows in step.
+
+    Args:
+        input_ids: [batch, prompt]. processors, criteria, config: as `generate` prepared them.
+        padding: per row, tokens of its prompt that are padding.
+
+    Attributes:
+        prompts, config: as given.
+        groups: emissions; one row each, or one for all.
+        live: (emission, row in it) of each row that has not ended, in the order of trees and caches.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        padding: list[int],
+    ):
+        self.prompts, self.config, self.pad_token = input_ids, config, pad_token(config)
+        if len(input_ids) == 1 or self.must_step(processors, criteria):
+            self.groups = [Emission(input_ids, processors, criteria, config, padding)]
+        else:
+            self.groups = [
+                Emission(input_ids[row : row + 1], for_row(processors, row, len(padding)), criteria, config, [pads])
+                for row, pads in enumerate(padding)
+            ]
+        self.live = [(group, row) for group in self.groups for row in range(len(group.ended))]
+
+    @staticmethod
+    def must_step(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+        """Whether something must see the batch as plain decoding shows it, all rows at the same length.
+
+        That is a processor or criterion that is not known to judge rows by themselves; and any criterion but a common
+        length where there is no end token, because plain decoding then writes on until the last row may end.
+        """
+        kinds = {type(criterion) for criterion in criteria}
+        lengths_only = kinds <= {stopping_criteria.MaxLengthCriteria}
+        return knows_whole_batch(processors) or not kinds <= ROW_CRITERIA or not (lengths_only or _has_eos(criteria))
+
+    @property
+    def roots(self) -> torch.Tensor:
+        """[live, 1] the last token of each live row."""
+        return torch.stack([group.buffer[row, group.length - 1 : group.length] for group, row in self.live])
+
+    @property
+    def texts(self) -> list[torch.Tensor]:
+        """Per live row [length] its ids, padding left out."""
+        return [group.text(row) for group, row in self.live]
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """[batch, 1] the last token of every row, its end token where it ended before others."""
+        return torch.cat([group.ids[:, -1:] for group in self.groups])
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that `max_length` leaves to emit to the row that has most of them left."""
+        return max(group.remaining for group, _ in self.live)
+
+    def drop_ended(self) -> list[int]:
+        """Takes ended rows out of `live`; returns which of the former ones stay."""
+        staying = [index for index, (group, row) in enumerate(self.live) if not group.ended[row]]
+        self.live = [self.live[index] for index in staying]
+        return staying
+
+    def common_steps(self, start: int) -> torch.Tensor:
+        """[batch, steps] the columns from `start` on that are settled in all rows."""
+        ends = [group.length for group in self.groups if not all(group.ended)]
+        end = min(ends) if ends else max(group.length for group in self.groups)
+        return self.sequences[:, start:end]
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """[batch, longest] all rows' ids, padded on the right."""
+        return _stacked([group.ids for group in self.groups], self.pad_token)
+
+    def steps(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """`scores` or `raw_logits` per step [batch, vocab]; None if not kept."""
+        kept = [getattr(group, name) for group in self.groups]
+        if kept[0] is None:
+            return None
+        longest = max(len(steps) for steps in kept)
+        padded = [[*steps, *[torch.zeros_like(steps[0])] * (longest - len(steps))] for steps in kept]
+        return tuple(torch.cat(rows) for rows in zip(*padded, strict=True))
+
+
+def pad_token(config: GenerationConfig) -> int:
+    """The id that ended rows are filled with; 0 where there is none, since then no row ends before another."""
+    token = config._pad_token_tensor
+    return 0 if token is None else int(token)
+
+
+def _has_eos(criteria: StoppingCriteriaList) -> bool:
+    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+
+def _stacked(blocks: list[torch.Tensor], filler: int) -> torch.Tensor:
+    longest = max(block.shape[1] for block in blocks)
+    return torch.cat([torch.nn.functional.pad(ids, (0, longest - ids.shape[1]), value=filler) for ids in blocks])

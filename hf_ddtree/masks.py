@@ -1,29 +1,62 @@
-"""4D attention masks of a verify forward: every node sees the committed prefix, its ancestors and itself."""
+"""4D attention masks where each row of a batch has its own number of cached keys. Leaf module: torch only.
+
+A key or query has a *place*: its number in its row's sequence, padding counted. Cached keys stand at their slot's
+number; slots at or past the row's end hold nothing.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
-from .tree import Tree
+
+@dataclass(frozen=True)
+class Cached:
+    """What a layer has cached.
+
+    Attributes:
+        visible: [rows, slots] bool: False = padding, or nothing of this row.
+        first: the place of slot 0, where a layer has dropped what no window reaches.
+    """
+
+    visible: torch.Tensor
+    first: int = 0
 
 
-def tree_mask(
-    tree: Tree, prefix_visible: torch.Tensor, dtype: torch.dtype, sliding_window: int | None = None
+def visible_slots(ends: torch.Tensor, width: int, prompt_mask: torch.Tensor | None) -> torch.Tensor:
+    """[rows, width] bool: which slots hold a token of their row.
+
+    Args:
+        ends: [rows] int64, one past each row's last slot.
+        prompt_mask: [rows, prompt], 0 = padding; None where there is none.
+    """
+    visible = torch.arange(width, device=ends.device) < ends[:, None]
+    if prompt_mask is not None:
+        length = min(prompt_mask.shape[1], width)
+        visible[:, :length] &= prompt_mask[:, :length].to(ends.device).bool()
+    return visible
+
+
+def slot_mask(
+    cached: Cached,
+    appended: torch.Tensor,
+    places: torch.Tensor,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Additive mask [batch, 1, nodes, prefix + nodes]: 0 = visible, the dtype's minimum = hidden.
+    """Additive mask [rows, 1, queries, slots + keys]: 0 = visible, the dtype's minimum = hidden.
 
     Additive and in the model's dtype, because eager attention *adds* the mask: a bool one would silently be wrong.
 
     Args:
-        prefix_visible: [batch, prefix] bool, for the cached keys that the layer returns: False = padding.
-        sliding_window: where the layer has one, a node sees keys fewer than this many positions before it; the cached
-            keys are then the last `prefix` committed positions.
+        appended: [rows, queries, keys] bool, which of the forward's own keys each query sees; its queries are the last.
+        places: [rows, keys] of those keys.
+        window: where the layer has one, a query sees keys fewer than this many places before it.
     """
-    batch, prefix = prefix_visible.shape
-    nodes = tree.num_nodes
-    visible = torch.cat([prefix_visible[:, None].expand(-1, nodes, -1), tree.ancestors()], dim=2)
-    if sliding_window is not None:
-        # Positions relative to the root: the prefix ends at -1, node n stands at its depth.
-        before = torch.arange(-prefix, 0, device=tree.depths.device).expand(batch, -1)
-        key_positions = torch.cat([before, tree.depths], dim=1)
-        visible = visible & (tree.depths[:, :, None] - key_positions[:, None] < sliding_window)
+    queries = appended.shape[1]
+    visible = torch.cat([cached.visible[:, None].expand(-1, queries, -1), appended], dim=2)
+    if window is not None:
+        slots = cached.first + torch.arange(cached.visible.shape[1], device=places.device)
+        key_places = torch.cat([slots.expand(len(places), -1), places], dim=1)
+        visible = visible & (places[:, -queries:, None] - key_places[:, None] < window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -1,6 +1,7 @@
 """Logits processors over a whole tree, and plain decoding's view of the keyed noise."""
 
 from collections.abc import Iterable
+from copy import copy
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -45,6 +46,31 @@ def _kind(processor: LogitsProcessor) -> set[type] | None:
     if kind is BY_ROW and isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
         return BY_SEQUENCE  # the penalty on a padded prompt knows each sequence's padding
     return kind
+
+
+def knows_whole_batch(processors: Iterable[LogitsProcessor]) -> bool:
+    """Whether a processor may look at several rows at once, or keep state of them."""
+    return bool(outside(processors, CONTEXT_FREE, BY_ROW, BY_SEQUENCE))
+
+
+def for_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
+    """The processors as row `row` of a batch of `rows` would have them alone; those known by `outside`."""
+    return LogitsProcessorList([_alone(each, row, rows) if _kind(each) is BY_SEQUENCE else each for each in processors])
+
+
+def _alone(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor:
+    """A copy that knows one row only. The encoder's processors know prompts, each of which may have several rows."""
+    alone = copy(processor)
+    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        prompt = row * processor.batch_size // rows
+        alone.generated_ngrams, alone.batch_size = [processor.generated_ngrams[prompt]], 1
+        return alone
+    is_penalty = isinstance(processor, logits_process.EncoderRepetitionPenaltyLogitsProcessor)
+    name = "encoder_input_ids" if is_penalty else "prompt_ignore_length"
+    entries = getattr(processor, name)
+    prompt = row * len(entries) // rows
+    setattr(alone, name, entries[prompt : prompt + 1])
+    return alone
 
 
 def process_tree(processors: LogitsProcessorList, ids: torch.Tensor, tree: Tree, scores: torch.Tensor) -> torch.Tensor:

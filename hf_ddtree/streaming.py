@@ -1,10 +1,10 @@
 """Streamers that see rounds: how each token came about, not only which it was."""
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Accepted
+from .emission import Emissions
 from .tree import Tree
 
 
@@ -67,10 +67,24 @@ class ColourStreamer(RoundStreamer):
         print(f"{colour}{new}" if self.colour else new, end="", flush=True)
 
 
-def stream_round(streamer: BaseStreamer | None, tree: Tree, accepted: Accepted) -> None:
-    """Hands a round to a streamer of either kind; others get token after token, as plain decoding gives them."""
-    if isinstance(streamer, RoundStreamer):
-        streamer.put_round(tree, accepted)
-    elif streamer is not None:
-        for token in accepted.tokens:
-            streamer.put(torch.tensor([token]))
+class Streaming:
+    """Hands rounds to a streamer as it wants them: whole, or step after step, as plain decoding gives them.
+
+    Args:
+        streamer: of `generate`; None = nobody listens.
+        emissions: the texts. Of a batch, a step is given once every row has its token of it, or has ended.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, emissions: Emissions):
+        self.streamer, self.emissions = streamer, emissions
+        self.given = emissions.prompts.shape[1]
+
+    def put(self, tree: Tree, accepted: list[Accepted]) -> None:
+        """Called after each round, the prefill included (its tree is the root alone)."""
+        if isinstance(self.streamer, RoundStreamer):
+            self.streamer.put_round(tree, accepted[0])
+        elif self.streamer is not None:
+            steps = self.emissions.common_steps(self.given)
+            self.given += steps.shape[1]
+            for step in steps.cpu().unbind(1):
+                self.streamer.put(step)

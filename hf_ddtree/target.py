@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import Accepted
-from .cache import cache_name, checked_cache, compact, output_cache, prefix_length
-from .masks import tree_mask
-from .tree import Tree
+from .cache import TreeCache, cache_name, checked_cache, growing_trees, output_cache
+from .context import Context
+from .masks import Cached, slot_mask, visible_slots
+from .tree import Tree, root_tree
 
 # Kept by `Target` itself, or meaningful for the prompt only.
 HANDLED_KWARGS = {
@@ -28,21 +28,8 @@ TAPS_BY_LIST = Version(transformers.__version__) >= Version("5.24")
 SUPPORTED_ATTENTION = ("eager", "sdpa")
 
 
-@dataclass(frozen=True)
-class Context:
-    """What the drafter learns from a round: the tokens committed by it, all but the last.
-
-    Attributes:
-        hidden_states: [1, tokens, taps * hidden] the tapped layers' outputs, concatenated.
-        positions: [1, tokens] their positions, padding not counted.
-    """
-
-    hidden_states: torch.Tensor
-    positions: torch.Tensor
-
-
 class Target:
-    """The target model with its cache, which after every commit holds all committed tokens but the last.
+    """The target model with its cache, which after every commit holds all of a row's committed tokens but the last.
 
     Args:
         model: the model that `generate` was called on.
@@ -56,88 +43,174 @@ class Target:
         self.has_router = "output_router_logits" in inspect.signature(model.forward).parameters
         self.kwargs = dict(model_kwargs)
         self.cache = checked_cache(model_kwargs.get(self.cache_name))
+        self.prompt_mask = model_kwargs.get("attention_mask")  # [batch, prompt]; None = all visible
         text_config = model.config.get_text_config(decoder=True)
-        self.layer_types = _layer_types(text_config)
+        self.layer_types = layer_types(text_config)
         self.sliding_window = getattr(text_config, "sliding_window", None)
+        self.vocab_size = text_config.vocab_size
+        self.rows: list[int] = []  # of the batch, those that are live, in the order of trees
+        self.root_positions = torch.empty(0)  # [..., batch, 1], as `position_ids`
+        self.slots = 0  # that will ever be committed
+        self.taps: list[torch.Tensor] = []  # of the last forward, [live rows, tokens, hidden] each
+        self.after_prefill = True
+        self.trees: TreeCache
 
     @property
     def output_hidden_states(self) -> list[int] | bool:
         """Only the tapped layers; all before transformers 5.24: given a list, 5.17 returns one layer too far."""
+        if not self.target_layer_ids:
+            return False
         return [layer + 1 for layer in self.target_layer_ids] if TAPS_BY_LIST else True
 
-    def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> ModelOutput:
-        """The library's own prefill; its logits are those of a tree of the root alone, the prompt's last token."""
+    def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> torch.Tensor:
+        """The library's own prefill; [rows, 1, vocab] logits of trees of the root alone, the prompts' last tokens."""
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
-        outputs = self.model._prefill(input_ids, generation_config, kwargs)
+        with _collecting_outputs(self.model) as chunks:
+            outputs = self.model._prefill(input_ids, generation_config, kwargs)
         filled = output_cache(outputs)
-        if filled is None or filled is not self.cache or filled.get_seq_length() == 0:
+        if filled is None or filled is not self.cache or int(filled.get_seq_length()) == 0:
             raise RuntimeError(
                 f"{type(self.model).__name__} did not fill the cache it was given; trees need one it fills."
             )
-        return outputs
-
-    def verify(self, tree: Tree) -> ModelOutput:
-        """One forward over all nodes; logits [1, nodes, vocab] and the tapped hidden states of every node."""
-        positions = self.kwargs["position_ids"][..., -1:] + tree.depths  # the root stands at the last position
-        inputs = {key: value for key, value in self.kwargs.items() if key not in HANDLED_KWARGS}
-        inputs[self.cache_name] = self.cache
-        if (types := self.kwargs.get("token_type_ids")) is not None:  # new tokens are of the last one's type
-            inputs["token_type_ids"] = types[:, -1:].expand(-1, tree.num_nodes)
-        if self.has_router:
-            inputs["output_router_logits"] = False  # its loss would read the tree mask as a padding mask
-        return self.model(
-            input_ids=tree.tokens,
-            attention_mask=self._masks(tree),
-            position_ids=positions,
-            use_cache=True,
-            output_hidden_states=self.output_hidden_states,
-            return_dict=True,
-            **inputs,
-        )
+        self.taps = [torch.cat(taps, dim=1) for taps in zip(*map(self._taps_of, chunks), strict=True)]
+        rows = outputs.logits.shape[0]
+        self.rows = list(range(rows))
+        last = self.kwargs["position_ids"][..., -1:]
+        self.root_positions = last.expand(*last.shape[:-2], rows, 1)
+        self.slots = int(filled.get_seq_length()) + generation_config.max_length - input_ids.shape[1]
+        return outputs.logits[:, -1:]
 
     @contextmanager
-    def undoing(self, tree: Tree) -> Iterator[None]:
-        """Takes the tree's nodes but the root out of the cache if the block raises: the caller may own the cache."""
+    def growing(self) -> Iterator[None]:
+        """Where trees are verified and committed: the cache has room for them, and is the library's own afterwards."""
+        with (
+            self.model._optimize_model_for_decode(),
+            growing_trees(self.cache, len(self.rows), self.sliding_window, self.slots) as self.trees,
+        ):
+            yield
+
+    def verify(self, tree: Tree) -> torch.Tensor:
+        """One forward over all nodes; logits [live rows, nodes, vocab]. One that fails leaves nothing in the cache."""
+        inputs = {name: self._live(value) for name, value in self.kwargs.items() if name not in HANDLED_KWARGS}
+        inputs[self.cache_name] = self.cache
+        if (types := self.kwargs.get("token_type_ids")) is not None:  # new tokens are of the last one's type
+            inputs["token_type_ids"] = self._live(types)[:, -1:].expand(-1, tree.num_nodes)
+        if self.has_router:
+            inputs["output_router_logits"] = False  # its loss would read the tree mask as a padding mask
+        try:
+            outputs = self.model(
+                input_ids=tree.tokens,
+                attention_mask=self._masks(tree),
+                position_ids=self.root_positions[..., self.rows, :] + tree.depths,
+                use_cache=True,
+                output_hidden_states=self.output_hidden_states,
+                return_dict=True,
+                **inputs,
+            )
+        except BaseException:
+            self.trees.rollback()
+            raise
+        self.taps = self._taps_of(outputs)
+        return outputs.logits
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Takes the nodes but the root out of the cache if the block raises: the caller may own the cache."""
         try:
             yield
         except BaseException:
-            compact(self.cache, tree.num_nodes, [0])
+            self.trees.commit([[0]] * len(self.rows))
             raise
 
-    def commit(self, outputs: ModelOutput, num_nodes: int, accepted: Accepted) -> Context:
-        """Compacts the cache to the accepted path and advances mask and positions; returns the drafter's news.
+    def commit(self, accepted: list[Accepted]) -> Context:
+        """Compacts the cache to each live row's accepted path; returns the drafter's news."""
+        paths = [each.path for each in accepted]
+        self.trees.commit(paths)
+        roots = self.root_positions[..., self.rows, :]
+        lengths = torch.tensor([len(path) for path in paths], device=roots.device)[:, None]
+        self.root_positions = self.root_positions.clone()
+        self.root_positions[..., self.rows, :] = roots + lengths
+        roots = roots.reshape(-1, *roots.shape[-2:])[-1]  # one number per row where the model has several
+        if not self.taps:
+            return Context(torch.empty(len(paths), 0, 0), roots[:, :0], [0] * len(paths))
+        if self.after_prefill:
+            self.after_prefill = False
+            return self._prompt_context(roots)
+        longest = max(map(len, paths))
+        nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
+        positions = roots + torch.arange(longest, device=roots.device)
+        return Context(self._tapped(nodes), positions, [len(path) for path in paths])
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with those of the live rows; the others' part of the cache stays as it is."""
+        self.trees.keep(rows)
+        self.rows = [self.rows[row] for row in rows]
+
+    def settle(self, last_tokens: torch.Tensor) -> None:
+        """Puts what plain decoding caches of rows that ended before others into the cache, if somebody will have it.
 
         Args:
-            outputs: of the prefill (`num_nodes` 1: the root; the prompt before it stays whole) or of `verify`.
+            last_tokens: [batch, 1] the rows' last tokens.
         """
-        compact(self.cache, num_nodes, accepted.path)
-        taps = [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
-        device = taps[0].device
-        before = taps[0].shape[1] - num_nodes  # tokens of the prompt before the root, 0 after the prefill
-        rows = torch.cat([torch.arange(before), before + torch.tensor(accepted.path)]).to(device)
-        mask = self.kwargs.get("attention_mask")
-        if before and mask is not None:  # left padding is none of the drafter's business
-            rows = rows[mask[0, -len(rows) :].to(device).bool()]
-        hidden_states = torch.cat([tap.to(device)[:, rows] for tap in taps], dim=-1)
+        self.rows = list(range(len(last_tokens)))
+        self.trees.keep_all()
+        early = (self.trees.ends < self.trees.width).tolist()
+        if any(early):
+            self.verify(root_tree(last_tokens))
+            self.trees.commit([[0] if ended else [] for ended in early])
 
-        last = self.kwargs["position_ids"].reshape(-1)[-1] + len(accepted.path) - 1
-        self.kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.kwargs, num_new_tokens=len(accepted.path)
-        )
-        positions = torch.arange(1 - len(rows), 1, device=last.device)[None] + last
-        return Context(hidden_states, positions)
+    def _live(self, value: Any) -> Any:
+        """The live rows of a batch's tensor."""
+        whole = len(self.trees.order)
+        if len(self.rows) == whole or not isinstance(value, torch.Tensor) or value.shape[:1] != (whole,):
+            return value
+        return value[self.rows]
+
+    def _prompt_context(self, roots: torch.Tensor) -> Context:
+        """All tokens of the prompt that the prefill ran, padding left out; it is none of the drafter's business."""
+        tokens = self.taps[0].shape[1]
+        if self.prompt_mask is None:
+            positions = roots + torch.arange(1 - tokens, 1, device=roots.device)
+            return Context(torch.cat(self.taps, dim=-1), positions, [tokens] * len(roots))
+        real = self._live(self.prompt_mask)[:, -tokens:].bool().cpu()
+        lengths = real.sum(1)
+        rows = (~real).byte().argsort(dim=1, stable=True)[:, : int(lengths.max())]
+        positions = roots + torch.arange(rows.shape[1], device=roots.device) + 1 - lengths[:, None].to(roots.device)
+        return Context(self._tapped(rows), positions, lengths.tolist())
+
+    def _tapped(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[rows, n, taps * hidden] of `tokens` [rows, n], each row's own."""
+        device = self.taps[0].device
+        tokens = tokens.to(device)
+        rows = torch.arange(len(tokens), device=device)[:, None]
+        return torch.cat([tap.to(device)[rows, tokens] for tap in self.taps], dim=-1)
+
+    def _taps_of(self, outputs: ModelOutput) -> list[torch.Tensor]:
+        return [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
 
     def _masks(self, tree: Tree) -> torch.Tensor | dict[str, torch.Tensor]:
         """A mask per kind of attention layer; a single tensor where the model has one kind only."""
+        ends = self.trees.ends.to(tree.tokens.device)
+        visible = visible_slots(ends, self.trees.width, self._live(self.prompt_mask))
+        ancestors, places = tree.ancestors(), ends[:, None] + tree.depths
         masks = {}
         for kind in set(self.layer_types):
-            layer = self.layer_types.index(kind)
-            prefix = prefix_length(self.cache, layer)
-            mask = self.kwargs.get("attention_mask")  # [1, committed], the root last
-            visible = torch.ones(1, prefix, dtype=torch.bool) if mask is None else mask[:, :-1][:, -prefix:].bool()
+            first = self.trees.layers[self.layer_types.index(kind)].first
             window = self.sliding_window if kind == "sliding_attention" else None
-            masks[kind] = tree_mask(tree, visible.to(tree.tokens.device), self.model.dtype, window)
+            cached = Cached(visible[:, first:], first)
+            masks[kind] = slot_mask(cached, ancestors, places, self.model.dtype, window)
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@contextmanager
+def _collecting_outputs(model: PreTrainedModel) -> Iterator[list[ModelOutput]]:
+    """The outputs of the block's forwards: the library's chunked prefill returns the last chunk's only."""
+    outputs: list[ModelOutput] = []
+    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -155,7 +228,7 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} keeps a recurrent state, which can't go back to a branch; use an attention-only target."
         )
     text_config = model.config.get_text_config(decoder=True)
-    strange = set(_layer_types(text_config)) - {"full_attention", "sliding_attention"}
+    strange = set(layer_types(text_config)) - {"full_attention", "sliding_attention"}
     if strange:
         raise ValueError(
             f"{name} has layers of type {sorted(strange)}; DDTree decoding can mask and roll back full and sliding "
@@ -193,7 +266,7 @@ def check_rope(model: PreTrainedModel, end: int) -> None:
             )
 
 
-def _layer_types(text_config: Any) -> list[str]:
+def layer_types(text_config: Any) -> list[str]:
     """The kind of each attention layer, as `DynamicCache(config)` decides it; GPT-Neo has a list of its own."""
     if "local" in (kinds := getattr(text_config, "attention_layers", None) or []):
         return list(kinds)

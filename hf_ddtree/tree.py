@@ -57,6 +57,15 @@ class Tree:
         """Nodes including the root."""
         return self.tokens.shape[1]
 
+    def row(self, index: int) -> "Tree":
+        """The tree of one row."""
+        rows = slice(index, index + 1)
+        return Tree(self.tokens[rows], self.parents[rows], self.depths[rows], self.scores[rows])
+
+    def first(self, nodes: int) -> "Tree":
+        """The best nodes alone; a tree too, since parents come before children."""
+        return Tree(self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes], self.scores[:, :nodes])
+
     def ancestors(self) -> torch.Tensor:
         """[batch, nodes, nodes] bool: entry [b, i, j] is true when node j is node i or one of its ancestors.
 
@@ -79,6 +88,63 @@ class Tree:
         depths = self.depths[:, None].expand_as(on_path)
         by_depth = on_path.new_zeros(*self.tokens.shape, deepest + 1)
         return by_depth.scatter_add_(2, depths, on_path)[:, :, 1:]
+
+
+def check_trees(tree: Tree, roots: torch.Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless it is a tree per root that a forward can take; for trees that a drafter made itself."""
+    tokens, parents, depths = tree.tokens, tree.parents, tree.depths
+    if tokens.shape != parents.shape or tokens.shape != depths.shape or tokens.shape[:1] != roots.shape[:1]:
+        raise ValueError(f"tokens, parents and depths are {[list(each.shape) for each in (tokens, parents, depths)]}")
+    nodes = torch.arange(tokens.shape[1], device=parents.device)
+    if not torch.equal(tokens[:, :1], roots) or bool((parents[:, :1] != 0).any()):
+        raise ValueError("node 0 of a row is not its root")
+    if bool((parents[:, 1:] >= nodes[1:]).any()) or bool((parents < 0).any()):
+        raise ValueError("a node comes before its parent")
+    if not torch.equal(depths[:, 1:], depths.gather(1, parents)[:, 1:] + 1) or bool((depths[:, 0] != 0).any()):
+        raise ValueError("a depth is not its parent's plus one")
+    if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
+        raise ValueError(f"a token is not in 0..{vocab_size - 1}")
+
+
+def tree_of_paths(roots: torch.Tensor, paths: list[list[list[int]]], budget: int) -> Tree:
+    """Trees of guessed continuations, joined where they begin alike.
+
+    Args:
+        roots: [rows, 1].
+        paths: per row, continuations as token ids, the most promising first; nodes are taken in this order.
+        budget: nodes per row at most, the root left out.
+
+    Returns:
+        Trees of as many nodes in all rows: where a row has fewer, copies of its root's child 0 that can't be reached.
+    """
+    rows = [_joined(of_row, budget) for of_row in paths]
+    nodes = max(len(tokens) for tokens, _, _ in rows)
+    for root, (tokens, parents, depths) in zip(roots[:, 0].tolist(), rows, strict=True):
+        tokens[0] = root
+        filler = nodes - len(tokens)
+        tokens.extend([tokens[-1]] * filler)  # twins of the last node, whose first bearer is the one that is found
+        parents.extend([parents[-1] if parents[-1:] and len(parents) > 1 else 0] * filler)
+        depths.extend([max(depths[-1], 1)] * filler)
+    tokens, parents, depths = (torch.tensor([row[i] for row in rows], device=roots.device) for i in range(3))
+    return Tree(tokens, parents, depths, -depths.double())
+
+
+def _joined(paths: list[list[int]], budget: int) -> tuple[list[int], list[int], list[int]]:
+    """A trie of the paths: tokens, parents and depths, the root (token 0 for now) first."""
+    tokens, parents, depths = [0], [0], [0]
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
+        node = 0
+        for token in path:
+            if (child := children.get((node, token))) is None:
+                if len(tokens) > budget:
+                    break
+                child = children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+                depths.append(depths[node] + 1)
+            node = child
+    return tokens, parents, depths
 
 
 def root_tree(tokens: torch.Tensor) -> Tree:

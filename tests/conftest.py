@@ -3,7 +3,7 @@ import torch
 from accelerate.state import AcceleratorState
 from stubs import StubDrafter, StubGenerator
 
-import hf_ddtree.strategy
+from hf_ddtree.drafting import make
 
 torch.set_num_threads(1)  # the models are tiny; more threads only get in each other's way
 
@@ -17,10 +17,10 @@ def fresh_accelerate():
 @pytest.fixture(autouse=True)
 def stub_generators(monkeypatch):
     """A `StubDrafter` drafts through `StubGenerator`; every other drafter through the real generator."""
-    real = hf_ddtree.strategy.DDTreeCandidateGenerator
+    real = make.DDTreeCandidateGenerator
 
-    def make(drafter, *args):
+    def generator(drafter, *args):
         return (StubGenerator if isinstance(drafter, StubDrafter) else real)(drafter, *args)
 
-    monkeypatch.setattr(hf_ddtree.strategy, "DDTreeCandidateGenerator", make)
+    monkeypatch.setattr(make, "DDTreeCandidateGenerator", generator)
     torch.manual_seed(0)

@@ -132,9 +132,12 @@ class StubGenerator(DDTreeCandidateGenerator):
 
     def draft_block(self, root_tokens: torch.Tensor, context) -> tuple[torch.Tensor, torch.Tensor]:
         real, states = super().draft_block(root_tokens, context)
-        self.committed = int(context.positions[0, -1]) + 2  # the root included
         self.contexts.append(context)
-        return self.drafter.logits_for(self.committed, real), states
+        logits = []
+        for row, length in enumerate(context.lengths):
+            self.committed = int(context.positions[row, length - 1]) + 2  # the root included
+            logits.append(self.drafter.logits_for(self.committed, real[row : row + 1]))
+        return torch.cat(logits), states
 
 
 class StubDrafter(DFlashDraftModel):

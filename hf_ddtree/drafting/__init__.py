@@ -1,5 +1,8 @@
-"""Candidate generators: what proposes a round's tree."""
+"""Drafters: what proposes a round's trees."""
 
 from .dflash import DDTreeCandidateGenerator
+from .draft import Draft
+from .drafter import Drafter, Request
+from .make import make_drafter
 
-__all__ = ["DDTreeCandidateGenerator"]
+__all__ = ["DDTreeCandidateGenerator", "Draft", "Drafter", "Request", "make_drafter"]

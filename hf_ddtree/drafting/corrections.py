@@ -1,7 +1,7 @@
 """Sources of path-conditional corrections: the drafter's own transition, a table of bigrams, the running text.
 
-Each is a function of parents [depth, k] and children [depth, k], both int64, to what is added to the children's draft
-logits, [depth, k, k] float32 (`Correction` in draft.py).
+Each is a function of parents [rows, depth, k] and children [rows, depth, k], both int64, to what is added to the
+children's draft logits, [rows, depth, k, k] float32 (`Correction` in draft.py).
 """
 
 from functools import partial
@@ -36,12 +36,12 @@ class Corrections:
         self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self.table = None if config.draft_table is None else BigramTable.load(config.draft_table, self.vocab_size)
 
-    def __call__(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[Correction, ...]:
+    def __call__(self, texts: list[torch.Tensor], states: torch.Tensor) -> tuple[Correction, ...]:
         """Corrections of a draft.
 
         Args:
-            ids: [length] the text so far, the root last.
-            states: [depth, hidden] the drafter's states, one per depth.
+            texts: per row [length] the text so far, the root last.
+            states: [rows, depth, hidden] the drafter's states, one per depth.
         """
         config = self.config
         if config.tree_shape == "chain" or config.acceptance != "walk":  # they have no use for it
@@ -52,7 +52,7 @@ class Corrections:
         if self.table is not None:
             sources.append(self.table.correction(config.draft_table_weight))
         if config.draft_text_weight:
-            sources.append(running_text_correction(ids, self.vocab_size, config.draft_text_weight))
+            sources.append(running_text_correction(texts, self.vocab_size, config.draft_text_weight))
         return tuple(sources)
 
 
@@ -63,17 +63,19 @@ def _transition(
     parents: torch.Tensor,
     children: torch.Tensor,
 ) -> torch.Tensor:
-    depth, k = children.shape
-    correction = torch.zeros(depth, k, k, device=children.device)
+    rows, depth, k = children.shape
+    correction = torch.zeros(rows, depth, k, k, device=children.device)
     if depth < 2:  # the root, parent of the first depth, is in the noise block: the drafter knows it
         return correction
     assert drafter.transition is not None
     embedding = target.get_input_embeddings()
-    rows = getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
-    embeddings = noise_embeddings(embedding, parents[1:].clamp(max=rows - 1))  # a padded head may have more rows
-    states = states[1:depth, None]  # [depth - 1, 1, hidden]
+    known = getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
+    parents = parents[:, 1:].flatten(0, 1).clamp(max=known - 1)  # a padded head may have more rows
+    embeddings = noise_embeddings(embedding, parents)  # [rows * (depth - 1), k, hidden]
+    states = states[:, 1:depth].flatten(0, 1)[:, None]
     change = drafter.transition(states, embeddings.to(states.device, states.dtype))
-    correction[1:] = logits_of_change(target, states, change, children[1:])
+    changed = logits_of_change(target, states, change, children[:, 1:].flatten(0, 1))
+    correction[:, 1:] = changed.view(rows, depth - 1, k, k)
     return correction
 
 
@@ -155,12 +157,12 @@ class BigramTable:
         return lambda parents, children: weight * self.lookup(parents, children)
 
     def lookup(self, parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
-        """[depth, k, children]: the values of all pairs; 0 after a parent that the text did not have."""
+        """[..., k, children]: the values of all pairs; 0 after a parent that the text did not have."""
         self._move(children.device)
-        pairs = parents[:, :, None] * self.vocab_size + children[:, None]
+        pairs = parents[..., :, None] * self.vocab_size + children[..., None, :]
         found, place = _find(self.keys, pairs)
         known, row = _find(self.parents, parents)
-        unseen = torch.where(known, self.unseen[row], 0.0)[:, :, None]
+        unseen = torch.where(known, self.unseen[row], 0.0)[..., None]
         return torch.where(found, self.values[place], unseen)
 
     def _move(self, device: torch.device) -> None:
@@ -185,28 +187,40 @@ def _find(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, to
     return ordered[place] == wanted, place
 
 
-def running_text_correction(ids: torch.Tensor, vocab_size: int, weight: float) -> Correction:
-    """What the last `TEXT_WINDOW` tokens say: `weight` * (log(1 + pairs) + 2 log(1 + triples)).
+def running_text_correction(texts: list[torch.Tensor], vocab_size: int, weight: float) -> Correction:
+    """What the last `TEXT_WINDOW` tokens of each row say: `weight` * (log(1 + pairs) + 2 log(1 + triples)).
 
     Pairs count how often the child followed the parent, triples how often it followed the parent and the token before
     that, which is committed text for the first two depths; deeper it depends on the path and is left out.
 
     Args:
-        ids: [length] prompt and output so far, the root last.
+        texts: per row [length] prompt and output so far, the root last.
     """
-    ids = ids[-TEXT_WINDOW:]
-    pairs = (ids[:-1] * vocab_size + ids[1:]).sort().values
-    triples = ((ids[:-2] * vocab_size + ids[1:-1]) * vocab_size + ids[2:]).sort().values
+    texts = [ids[-TEXT_WINDOW:] for ids in texts]
+    counts = [_Counts(ids, vocab_size) for ids in texts]
 
     def correct(parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
-        keys = parents[:, :, None] * vocab_size + children[:, None]
-        score = _count(pairs, keys).log1p()
-        if len(ids) > 2:
-            before = ids[-2:][: len(keys), None, None]  # the tokens before the first two depths' parents
-            score[:2] += 2 * _count(triples, before * vocab_size**2 + keys[:2]).log1p()
-        return weight * score
+        keys = parents[..., :, None] * vocab_size + children[..., None, :]
+        return weight * torch.stack([count(of_row) for count, of_row in zip(counts, keys, strict=True)])
 
     return correct
+
+
+class _Counts:
+    """Pairs and triples of neighbours in one text, sorted."""
+
+    def __init__(self, ids: torch.Tensor, vocab_size: int):
+        self.last, self.square = ids[-2:], vocab_size**2
+        self.pairs = (ids[:-1] * vocab_size + ids[1:]).sort().values
+        self.triples = ((ids[:-2] * vocab_size + ids[1:-1]) * vocab_size + ids[2:]).sort().values
+
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """log(1 + pairs) + 2 log(1 + triples) of pairs `keys` [depth, k, k]."""
+        score = _count(self.pairs, keys).log1p()
+        if len(self.triples):
+            before = self.last[: len(keys), None, None]  # the tokens before the first two depths' parents
+            score[:2] += 2 * _count(self.triples, before * self.square + keys[:2]).log1p()
+        return score
 
 
 def _count(ordered: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -3,27 +3,31 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import DFlashCache
+from transformers import Cache, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..cache import TreeCache, TreeLayer
 from ..configuration import DDTreeConfig
-from ..models.dflash import MASK_CACHE_NAME, DFlashDraftModel, noise_embeddings
+from ..context import Context
+from ..masks import Cached, slot_mask, visible_slots
+from ..models.dflash import DFlashDraftModel, noise_embeddings
+from ..models.dflash_config import CAUSAL_LAYER_TYPES
 from ..models.head import head_logits
-from ..target import Context
 from ..tree import Tree, build_tree, root_tree
 from .corrections import Corrections
 from .draft import Draft, calibrated_temperatures
+from .drafter import Drafter, Request
 
 
-class DDTreeCandidateGenerator(CandidateGenerator):
-    """Drafts for one sequence; holds the drafter's cache, which encodes each committed token but the last once.
+class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
+    """Drafts for a batch; holds the drafter's cache, which encodes each row's committed tokens but the last once.
 
     Args:
         drafter: the assistant model.
         target: whose embedding and head the drafter borrows; both are called as modules, so that hooks, quantised
             layers and padded vocabularies work.
         config: tree budget, top-k and block size.
+        rows: of the batch.
 
     Raises:
         ValueError: the drafter does not fit the target, or the config does not fit the drafter.
@@ -31,13 +35,12 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     requires_model_outputs = True
 
-    def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig):
+    def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig, rows: int = 1):
         check_drafter(drafter, target, config)
         self.drafter, self.target, self.config = drafter, target, config
         self.block_size = config.draft_block_size or drafter.config.block_size
-        self.cache = DFlashCache(config=drafter.config)
-        self.cache.activate_past_recording()
-        self.drafted = 0  # length of the noise block that the cache still holds
+        self.cache = Cache(layers=[TreeLayer(self._window(kind)) for kind in drafter.config.layer_types])
+        self.trees = TreeCache(self.cache.layers, rows)
         self.corrections = Corrections(drafter, target, config)
         self.temperatures = calibrated_temperatures(drafter, target.device)
 
@@ -48,59 +51,89 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
         """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
-        root = input_ids[:, -1:]
-        draft = self.draft(input_ids, context, max_depth)
+        request = Request(list(input_ids), context, max_depth, lambda depth, like: None)
+        draft = self.draft(request)
         if draft is None:
-            return root_tree(root)
-        marginals = draft.marginals(self.config)
-        return build_tree(root, marginals, self.config.tree_budget)
+            return root_tree(request.roots)
+        return build_tree(request.roots, draft.marginals(self.config), self.config.tree_budget)
 
-    def draft(self, input_ids: torch.Tensor, context: Context, max_depth: int) -> Draft | None:
-        """Drafts for the tokens after the root.
-
-        Args:
-            input_ids: [1, length] the text so far, the root last.
-            context: the tokens committed since the last call, all but the last.
-            max_depth: no deeper than this is of use: what is left to generate, less the bonus token.
-
-        Returns:
-            None where there is nothing to draft.
-        """
-        depth = min(self.block_size - 1, max_depth)
+    def draft(self, request: Request) -> Draft | None:
+        """One forward; None where the block size leaves nothing to draft."""
+        depth = min(self.block_size - 1, request.max_depth)
         if depth < 1 or self.config.tree_budget == 0:
             return None
-        root = input_ids[:, -1:]
-        logits, states = self.draft_block(root, context)
-        return Draft(root, logits, self.corrections(input_ids[0], states), self.temperatures).cut(depth)
+        logits, states = self.draft_block(request.roots, request.context)
+        corrections = self.corrections(request.texts, states)
+        return Draft(request.roots, logits, corrections, self.temperatures).cut(depth)
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with those rows."""
+        self.trees.drop_others(rows)
 
     def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafter forward through the target's embedding and head.
 
         Returns:
-            Logits [1, block_size - 1, vocab] and the drafter's states [block_size - 1, hidden] that they come from.
+            Logits [rows, block_size - 1, vocab] and the drafter's states [rows, block_size - 1, hidden] they come from.
         """
-        device = self.drafter.device
-        noise_ids = root_tokens.new_full((1, self.block_size), self.drafter.config.mask_token_id)
+        device, block = self.drafter.device, self.block_size
+        noise_ids = root_tokens.new_full((len(root_tokens), block), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
-        block_positions = context.positions[:, -1:] + torch.arange(
-            1, self.block_size + 1, device=context.positions.device
-        )
+        lengths = torch.tensor(context.lengths, device=context.positions.device)[:, None]
+        last = context.positions.gather(1, (lengths - 1).clamp(min=0))
+        block_positions = last + torch.arange(1, block + 1, device=last.device)
         positions = torch.cat([context.positions, block_positions], dim=1)
+        try:
+            hidden = self.drafter(
+                noise_embeds=noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(device),
+                context_hidden_states=context.hidden_states.to(device),
+                position_ids=positions.to(device),
+                attention_mask=self._masks(context.lengths, context.positions.shape[1]),
+                cache=self.cache,
+            ).last_hidden_state
+        except BaseException:
+            self.trees.rollback()
+            raise
+        self.trees.commit([list(range(length)) for length in context.lengths])
 
-        if self.drafted:
-            self.cache.crop(-self.drafted)
-        self.cache.set_previous_accepted_tokens(context.positions.shape[1])
-        hidden = self.drafter(
-            noise_embeds=noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(device),
-            context_hidden_states=context.hidden_states.to(device),
-            position_ids=positions.to(device),
-            **{MASK_CACHE_NAME: self.cache},
-        ).last_hidden_state
-        self.drafted = self.block_size
+        states = hidden[:, 1:]
+        flat = states.flatten(0, 1).to(root_tokens.device, self.target.dtype)
+        logits = head_logits(self.target, flat).view(*states.shape[:2], -1)
+        return logits.to(root_tokens.device), states
 
-        states = hidden[0, 1:]
-        logits = head_logits(self.target, states.to(root_tokens.device, self.target.dtype))
-        return logits[None].to(root_tokens.device), states
+    def _window(self, kind: str) -> int | None:
+        """How many places back a layer of `kind` sees; a layer that sees both ways counts its window inclusively."""
+        if kind != "sliding_attention":
+            return None
+        causal = kind in CAUSAL_LAYER_TYPES[self.drafter.config.causal_layers]
+        return self.drafter.config.sliding_window + (not causal)
+
+    def _masks(self, lengths: list[int], new: int) -> dict[str, torch.Tensor | None]:
+        """By layer type, what the block sees of [cached context, `new` columns of new context, block].
+
+        Args:
+            lengths: per row, how much of the new context is its own.
+        """
+        width, ends, owned = self.trees.width, self.trees.ends[:, None], torch.tensor(lengths)[:, None]
+        visible = visible_slots(self.trees.ends, width, None)
+        column = torch.arange(new + self.block_size)
+        own = (column < owned) | (column >= new)  # [rows, new + block]
+        # A row's block follows its own context, however long the others' is.
+        places = ends + torch.where(column < new, column, column - new + owned)
+        ragged = not bool((ends == width).all() and (owned == new).all())
+        masks: dict[str, torch.Tensor | None] = {}
+        for kind, layer in zip(self.drafter.config.layer_types, self.trees.layers, strict=True):
+            window, causal = self._window(kind), kind in CAUSAL_LAYER_TYPES[self.drafter.config.causal_layers]
+            if kind in masks:
+                continue
+            if not (ragged or causal or window):
+                masks[kind] = None
+                continue
+            ahead = places[:, None] - places[:, new:, None]  # [rows, block, new + block]
+            appended = own[:, None] & (ahead < (1 if causal else window or self.block_size))
+            cached = Cached(visible[:, layer.first :], layer.first)
+            masks[kind] = slot_mask(cached, appended, places, self.drafter.dtype, window).to(self.drafter.device)
+        return masks
 
 
 def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -> None:

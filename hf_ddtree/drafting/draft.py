@@ -9,8 +9,8 @@ from ..configuration import DDTreeConfig
 from ..models.dflash import DFlashDraftModel
 from ..tree import Marginals, condition, top_marginals
 
-# Given the parents [depth, k] and their possible children [depth, k], what being after a parent adds to the draft logit
-# of a child, [depth, k, k]. At the first depth all parents are the root.
+# Given the parents [rows, depth, k] and their possible children [rows, depth, k], what being after a parent adds to the
+# draft logit of a child, [rows, depth, k, k]. At the first depth all parents are the root.
 Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Fewer candidates than this leave a correction too little to choose from where the budget is small.
@@ -19,16 +19,16 @@ CORRECTED_CANDIDATES = 32
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafts for the tokens after a root.
+    """Drafts for the tokens after each row's root.
 
     Attributes:
-        root: [1, 1] the last committed token.
-        logits: [1, depth, vocab], each depth by itself.
+        roots: [rows, 1] the last committed tokens.
+        logits: [rows, depth, vocab], each depth by itself.
         corrections: what is known of a token after its parent; none where depths are taken for independent.
         temperatures: [depths, 1] calibrated temperature of each depth's logits, of `depth` depths at least; None = 1.
     """
 
-    root: torch.Tensor
+    roots: torch.Tensor
     logits: torch.Tensor
     corrections: tuple[Correction, ...] = ()
     temperatures: torch.Tensor | None = None
@@ -39,13 +39,18 @@ class Draft:
             return self
         return replace(self, logits=self.logits[:, :depth])
 
+    def row(self, index: int) -> "Draft":
+        """One row's logits; what is known of a token after its parent is left out."""
+        rows = slice(index, index + 1)
+        return Draft(self.roots[rows], self.logits[rows], temperatures=self.temperatures)
+
     def marginals(self, config: DDTreeConfig, noise: torch.Tensor | None = None) -> Marginals:
         """The candidates of each depth and their log-probabilities under (logits + noise + correction) / temperature.
 
         Without noise the temperature is by default the calibrated one of each depth, which was fitted so.
 
         Args:
-            noise: [depth, vocab] the target's sampling noise, scaled as logits; None = none.
+            noise: [rows, depth, vocab] the target's sampling noise, scaled as logits; None = none.
         """
         logits = self.logits.float()
         if noise is not None:
@@ -60,10 +65,11 @@ class Draft:
         marginals = top_marginals(logits / temperature, candidates)
         if not self.corrections or marginals.tokens.shape[1] == 0:
             return marginals
-        children = marginals.tokens[0]
-        parents = torch.cat([self.root.expand(1, children.shape[1]), children[:-1]])
+        children = marginals.tokens
+        first = self.roots[:, None].expand(-1, 1, children.shape[2])
+        parents = torch.cat([first, children[:, :-1]], dim=1)
         total = sum(correction(parents, children) for correction in self.corrections)
-        return condition(marginals, (total / temperature[..., None])[None])
+        return condition(marginals, total / temperature[..., None])
 
 
 def calibrated_temperatures(drafter: DFlashDraftModel, device: torch.device) -> torch.Tensor | None:

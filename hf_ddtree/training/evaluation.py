@@ -49,8 +49,8 @@ class TextDrafts:
         while (remaining := len(self.logits) - root) > 0:
             draft = self.draft(root, corrections).cut(remaining - 1)  # the text's last token is the bonus token
             deeper = draft.logits.shape[1]
-            marginals = draft.marginals(config, None if noise is None else noise[root, :deeper])
-            tree = build_tree(draft.root, marginals, config.tree_budget)
+            marginals = draft.marginals(config, None if noise is None else noise[root, None, :deeper])
+            tree = build_tree(draft.roots, marginals, config.tree_budget)
             accepted = walk(tree, _reads(self.tokens[self.start + root + 1 :].tolist()))
             lengths.append(len(accepted.tokens))
             root += len(accepted.tokens)
@@ -59,7 +59,7 @@ class TextDrafts:
     def draft(self, index: int, corrections: Corrections | None = None) -> Draft:
         """The draft from the answer's token at `index`."""
         ids = self.tokens[: self.start + index + 1]
-        sources = () if corrections is None else corrections(ids, self.states[index])
+        sources = () if corrections is None else corrections([ids], self.states[index, None])
         return Draft(ids[None, -1:], self.logits[index, None], sources, self.temperatures)
 
 

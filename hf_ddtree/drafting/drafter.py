@@ -1,0 +1,71 @@
+"""What the decoding loop asks of a drafter. Subclass `Drafter` to bring your own: docs/drafters.md."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration import DDTreeConfig
+from ..context import Context
+from ..tree import Tree
+from .draft import Draft
+
+# Given a depth and draft logits [rows, depth, vocab], what to add to them so that the draft prefers what the target's
+# sampling noise will prefer; None where there is nothing to add.
+Noise = Callable[[int, torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A round's question: what may come after these texts?
+
+    Attributes:
+        texts: per row its committed ids [length] int64, padding left out; the last is the root.
+        context: the target's hidden states of the tokens committed since the last `draft`, roots left out; empty for
+            drafters without `target_layer_ids`.
+        max_depth: drafts deeper than this are of no use; at least 1.
+        noise: see `Noise`. Ignoring it costs acceptance when sampling, nothing else.
+    """
+
+    texts: list[torch.Tensor]
+    context: Context
+    max_depth: int
+    noise: Noise
+
+    @property
+    def roots(self) -> torch.Tensor:
+        """[rows, 1] the texts' last tokens."""
+        return torch.stack([text[-1:] for text in self.texts])
+
+
+class Drafter:
+    """Base class of drafters; an instance of it goes to `generate` as `assistant_model`.
+
+    A drafter can be wrong, slow or broken: the text does not change, only the time it takes. One object serves one call
+    of `generate` at a time.
+
+    Attributes:
+        target_layer_ids: target layers whose outputs `Request.context` should have; none for most drafters.
+    """
+
+    target_layer_ids: Sequence[int] = ()
+
+    def start(self, target: PreTrainedModel, config: DDTreeConfig, rows: int) -> None:
+        """Called before the first forward of each `generate`; forget the last call's texts here.
+
+        Raises:
+            ValueError: drafter, target and config do not fit.
+        """
+
+    def draft(self, request: Request) -> Draft | Tree | None:
+        """Drafts for all rows.
+
+        Returns:
+            Logits per depth as a `Draft`, of which best-first search makes trees; or trees of the drafter's own, whose
+            roots are `request.roots` (`tree_of_paths` makes them from lists of tokens); or None for nothing.
+        """
+        raise NotImplementedError
+
+    def keep(self, rows: list[int]) -> None:
+        """Called when texts have ended: from now on the rows are these of the former ones, in this order."""

@@ -1,0 +1,65 @@
+"""Counts and stage times of a call."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers.utils import logging
+
+from .acceptance import Accepted
+from .emission import Emissions
+from .tree import Tree
+
+logger = logging.get_logger(__name__)
+STAGES = ("draft", "build", "verify", "accept", "commit")
+
+
+class Figures:
+    """What `DDTreeOutput` says about a call.
+
+    Args:
+        emissions: whose rows are counted.
+        device: whose queue to drain at the end of each stage; None = never wait for it.
+    """
+
+    def __init__(self, emissions: Emissions, device: torch.device | None):
+        self.emissions, self.device = emissions, device
+        self.seconds = dict.fromkeys(("prefill", *STAGES), 0.0)
+        self.of_row: dict[tuple, list[int]] = {row: [] for row in emissions.live}
+        self.rounds = self.verified_nodes = 0
+        self.fallbacks: Counter[str] = Counter()
+        self.broken: torch.Tensor | int = 0  # rounds with NaN in the draft; stays on the device until the end
+
+    @property
+    def acceptance_lengths(self) -> list[list[int]]:
+        """Per row, the tokens committed by each round."""
+        return list(self.of_row.values())
+
+    @property
+    def fallback_rounds(self) -> dict[str, int]:
+        """Rounds by what was wrong with them."""
+        return {**self.fallbacks, **({"nan": int(self.broken)} if self.broken else {})}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the block to stage `name`."""
+        started = time.perf_counter()
+        yield
+        if self.device is not None and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - started
+
+    def count(self, tree: Tree, accepted: list[Accepted]) -> None:
+        """Counts one committed round, before ended rows are dropped."""
+        self.rounds += 1
+        self.verified_nodes += tree.tokens.numel() - len(accepted)
+        for row, each in zip(self.emissions.live, accepted, strict=True):
+            self.of_row[row].append(len(each.tokens))
+
+    def fall_back(self, cause: str, message: str) -> None:
+        """Counts a round that is decoded otherwise than asked; warns the first time."""
+        if not self.fallbacks[cause]:
+            logger.warning(message)
+        self.fallbacks[cause] += 1

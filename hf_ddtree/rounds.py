@@ -1,0 +1,95 @@
+"""Draft, build and verify, with their failures kept from the text: a round is redone smaller, or plainly."""
+
+import torch
+
+from .context import Context
+from .drafting import Draft, Drafter, Request
+from .emission import Emissions
+from .figures import Figures
+from .rules import AcceptanceRule
+from .target import Target
+from .tree import Tree, check_trees
+
+MOST_FAILURES = 3  # in a row; then the drafter rests for the rest of the call
+
+
+class SafeRounds:
+    """A round up to its verification.
+
+    Args:
+        target, drafter, rule: of the call.
+        figures: where rounds that fell back are counted.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, rule: AcceptanceRule, figures: Figures):
+        self.target, self.drafter, self.rule, self.figures = target, drafter, rule, figures
+        self.pending: Context | None = None  # what the drafter has not been told
+        self.failures = 0
+        self.node_limit: int | None = None
+
+    def draft(self, emissions: Emissions, context: Context, staying: list[int]) -> Draft | Tree | None:
+        """The drafter's answer; None where it failed or there is nothing to ask.
+
+        Args:
+            context: of the rows before any was dropped. staying: which of them go on.
+        """
+        if self.failures == MOST_FAILURES:
+            return None
+        self.pending = context if self.pending is None else self.pending.followed_by(context)
+        if len(staying) < len(context.lengths):
+            self.target.keep(staying)
+            self.drafter.keep(staying)
+            self.pending = self.pending.keep(staying)
+        depth = emissions.remaining - 1
+        if depth < 1 or not emissions.config.tree_budget:
+            return None
+        try:
+            drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise))
+            if isinstance(drafted, Tree):
+                check_trees(drafted, emissions.roots, self.target.vocab_size)
+            elif drafted is not None:
+                self.figures.broken = self.figures.broken + drafted.logits.isnan().any()
+        except Exception as error:
+            self._failed("drafter", self.drafter, error)
+            return None
+        self.pending, self.failures = None, 0
+        return drafted
+
+    def build(self, roots: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
+        """The rule's trees; the roots alone where they can't be built."""
+        try:
+            tree = self.rule.build(roots, drafted)
+        except Exception as error:
+            self._failed("tree of the drafter", self.drafter, error)
+            tree = self.rule.build(roots, None)
+        return tree if self.node_limit is None else self.rule.cut(tree, self.node_limit)
+
+    def verify(self, tree: Tree) -> tuple[Tree, torch.Tensor]:
+        """The target's logits of as much of the trees as there is memory for, and that much of them."""
+        while True:
+            try:
+                return tree, self.target.verify(tree)
+            except (RuntimeError, MemoryError) as error:
+                if tree.num_nodes == 1 or not _is_out_of_memory(error):
+                    raise
+                reason = repr(error)
+            self.node_limit = tree.num_nodes // 2
+            self.figures.fall_back(
+                "memory",
+                f"No memory to verify {tree.num_nodes} nodes a row ({reason}): trees are cut to {self.node_limit} for "
+                "the rest of this call. The text does not change. Lower `tree_budget` or the batch size.",
+            )
+            tree = self.rule.cut(tree, self.node_limit)
+
+    def _failed(self, what: str, drafter: Drafter, error: Exception) -> None:
+        self.failures += 1
+        self.figures.fall_back(
+            "draft",
+            f"The {what} failed ({type(drafter).__name__}: {error!r}): such rounds are decoded plainly, and after "
+            f"{MOST_FAILURES} in a row all that follow. The text does not change, only the speed.",
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an accelerator's or the CPU's allocator says so; the CPU's has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
