@@ -66,8 +66,8 @@ class Walk:
 
     @property
     def accepted(self) -> Accepted:
-        """What was walked."""
-        return Accepted(self.path, self.tokens, self.finished)
+        """What was walked: a node that no choice was made after yet is the next root."""
+        return Accepted(self.path[: len(self.tokens)], self.tokens, self.finished)
 
 
 def walk(tree: Tree, choose: Choose) -> Accepted:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -44,6 +46,11 @@ def cache_name(target: PreTrainedModel) -> str:
 def output_cache(outputs: ModelOutput) -> Cache | None:
     """The cache of a forward's outputs, under either name; None if it returned none."""
     return next((outputs[name] for name in CACHE_NAMES if name in outputs), None)
+
+
+def is_callers(cache: Cache) -> bool:
+    """Whether `generate` was given the cache; before transformers 5.24 nobody can tell, so it may have been."""
+    return getattr(cache, "_is_user_defined", Version(transformers.__version__) < Version("5.24"))
 
 
 def checked_cache(cache: Cache | None) -> Cache:
@@ -159,7 +166,8 @@ class TreeLayer(DynamicLayer):
         grown = []
         for buffer in self.buffers:
             old = buffer[:, :, self.begin : self.begin + self.length]
-            larger = old.new_empty(*old.shape[:2], capacity, old.shape[-1])
+            # Zeros, since rows that have ended are not written: a hidden NaN would still make attention NaN.
+            larger = old.new_zeros(*old.shape[:2], capacity, old.shape[-1])
             larger[:, :, : self.length] = old
             grown.append(larger)
         self.buffers, self.begin = grown, 0

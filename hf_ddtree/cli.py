@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .benchmark import race
+from .benchmark.batch import bench_batch
 from .benchmark.drafter import bench_drafter
 from .benchmark.prompts import PROMPTS
 from .benchmark.sampling import bench
@@ -62,8 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure: tables, and JSON on the last line")
     bench.add_argument(
         "what",
-        choices=["sampling", "drafter"],
-        help="sampling: acceptance and speed by temperature; drafter: what its path-conditional parts are worth",
+        choices=["sampling", "drafter", "batch"],
+        help="sampling: acceptance and speed by temperature; drafter: what its path-conditional parts are worth; "
+        "batch: speed by batch size",
     )
     bench.add_argument("--model", default="smollm2", help="folder or Hub name of the target (smollm2, of the demo)")
     bench.add_argument("--drafter", default=str(DEMO_DRAFTER), help="folder or Hub name of its drafter (the demo's)")
@@ -78,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--scan", action="store_true", help="also scan draft_noise_scale and draft_temperature")
     bench.add_argument("--table", type=Path, help="drafter: a bigram table to measure too")
     bench.add_argument("--plot", type=Path, help="drafter: write a reliability plot here (.png)")
+    bench.add_argument("--batches", type=_positive, nargs="+", default=[1, 2, 4, 8, 16], help="batch: (1 2 4 8 16)")
+    bench.add_argument("--budgets", type=_positive, nargs="+", default=[4, 8, 16], help="batch: tree nodes (4 8 16)")
+    bench.add_argument("--mixed", action="store_true", help="batch: different prompts in a batch, not one repeated")
     bench.add_argument("--json", type=Path, help="write the JSON here too")
     bench.set_defaults(run=_run_bench)
 
@@ -124,7 +129,8 @@ def _run_bench(options: argparse.Namespace) -> int:
     held = _held_out(options, target, tokenizer)
     if options.what == "drafter":
         return bench_drafter(target, drafter, held, options)
-    return bench(target, drafter, [sequence.tokens[: sequence.prompt_length] for sequence in held], options)
+    prompts = [sequence.tokens[: sequence.prompt_length] for sequence in held]
+    return (bench_batch if options.what == "batch" else bench)(target, drafter, prompts, options)
 
 
 def _held_out(

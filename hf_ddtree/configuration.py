@@ -4,12 +4,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.utils import ExplicitEnum
 
 from .noise import check_seed
 
 # The fields that `DDTreeConfig` adds, with their defaults.
 OWN_FIELDS: dict[str, Any] = {
+    "drafter": None,
     "tree_budget": 32,
     "tree_shape": "best_first",
     "tree_top_k": None,
@@ -24,6 +26,9 @@ OWN_FIELDS: dict[str, Any] = {
     "seed": None,
     "synchronize_stages": False,
 }
+DRAFTERS = ("lookup",)
+# Not "quantized", whose entries can't be moved, nor "paged", which is another way to generate altogether.
+CACHES = ("dynamic", "offloaded", *ALL_STATIC_CACHE_IMPLEMENTATIONS)
 TREE_SHAPES = ("best_first", "chain")
 # rule -> the tree shapes it can judge
 ACCEPTANCE_RULES = {"walk": TREE_SHAPES, "token": ("chain",), "block": ("chain",), "recursive": ("best_first",)}
@@ -42,12 +47,14 @@ class DDTreeConfig(GenerationConfig):
     saved and loaded like one, also through the base class, which keeps the fields but not the mode.
 
     Args:
+        drafter: "lookup" drafts what followed the same words before, in the prompt or the output, and needs no model;
+            None = what is given as `assistant_model`.
         tree_budget: nodes drafted per round, the root left out. 0 drafts nothing: plain decoding by the same loop.
         tree_shape: "best_first", the paper's tree, or "chain", the drafter's best token at each depth.
         tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact, and no fewer
             than 32 where drafts depend on their parents.
-        draft_block_size: noise block of the drafter, its anchor included, so that `draft_block_size - 1` is the
-            greatest depth of a tree; None = the block size the drafter was trained with.
+        draft_block_size: `draft_block_size - 1` is the greatest depth of a tree; a DFlash drafter's noise block, its
+            anchor included. None = the block size it was trained with; 6 for other assistants, 17 for lookup.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the
             same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
             docs/sampling.md; a greedy target has no noise), 0 for the other rules.
@@ -133,16 +140,15 @@ class DDTreeConfig(GenerationConfig):
         _check_int("tree_top_k", self.tree_top_k, minimum=1, optional=True)
         _check_int("draft_block_size", self.draft_block_size, minimum=1, optional=True)
         _check_choice("tree_shape", self.tree_shape, TREE_SHAPES)
+        if self.drafter is not None:
+            _check_choice("drafter", self.drafter, DRAFTERS)
         _check_choice("acceptance", self.acceptance, tuple(ACCEPTANCE_RULES))
         _check_int("top_k", self.top_k, minimum=0, optional=True)
         if self.seed is not None:
             check_seed(self.seed)
-        if not isinstance(self.draft_transition, bool | None):
-            raise ValueError(f"`draft_transition` is {self.draft_transition!r}; it must be True, False or None.")
-        if not isinstance(self.draft_table, str | None):
-            raise ValueError(f"`draft_table` is {self.draft_table!r}; it must be the path of a file, as a string.")
-        if not isinstance(self.synchronize_stages, bool):
-            raise ValueError(f"`synchronize_stages` is {self.synchronize_stages!r}; it must be True or False.")
+        for name, (kinds, remedy) in KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                raise ValueError(f"`{name}` is {value!r}; it must be {remedy}.")
         for name, (low, high, remedy) in RANGES.items():
             value = getattr(self, name, None)
             if value is not None and not _is_between(value, low, high):
@@ -180,14 +186,12 @@ class DDTreeConfig(GenerationConfig):
 # field -> (values that mean "off", what to do instead)
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((None, 1), "leave it at 1, or use a plain `GenerationConfig` for beam search."),
-    "num_return_sequences": ((None, 1), "leave it at 1 and call `generate` once per sequence."),
     "use_cache": ((None, True), "the strategy needs the cache; leave it on."),
     "cache_implementation": (
-        (None, "dynamic", "hybrid"),
-        'set it to "dynamic"; only the dynamic cache can be compacted.',
+        (None, *CACHES),
+        f"set it to one of {', '.join(map(repr, CACHES))}; others can't be compacted.",
     ),
-    "prefill_chunk_size": ((None,), "leave it unset; the drafter needs the whole prompt's hidden states."),
-    "prompt_lookup_num_tokens": ((None,), "leave it unset; the tree comes from `assistant_model`."),
+    "prompt_lookup_num_tokens": ((None,), 'leave it unset; `drafter="lookup"` does that with trees.'),
     "assistant_early_exit": ((None,), "leave it unset; the tree comes from `assistant_model`."),
     "use_mtp": ((None, False), "leave it unset; the tree comes from `assistant_model`."),
     "num_beam_groups": ((None, 1), "leave it unset, or use a plain `GenerationConfig` for beam search."),
@@ -198,6 +202,12 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# field -> (types, remedy)
+KINDS: dict[str, tuple[Any, str]] = {
+    "draft_transition": (bool | None, "True, False or None"),
+    "draft_table": (str | None, "the path of a file, as a string"),
+    "synchronize_stages": (bool, "True or False"),
+}
 # field -> (least, greatest, remedy); the library takes some of these silently
 RANGES: dict[str, tuple[float, float, str]] = {
     # Scores over less than 1e-30 overflow float32.

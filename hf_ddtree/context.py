@@ -23,6 +23,10 @@ class Context:
         """Those rows alone."""
         return Context(self.hidden_states[rows], self.positions[rows], [self.lengths[row] for row in rows])
 
+    def cut(self, lengths: list[int]) -> "Context":
+        """At most so many tokens of each row."""
+        return Context(self.hidden_states, self.positions, list(map(min, self.lengths, lengths)))
+
     def followed_by(self, later: "Context") -> "Context":
         """Both, one after the other in each row."""
         lengths = [ours + theirs for ours, theirs in zip(self.lengths, later.lengths, strict=True)]

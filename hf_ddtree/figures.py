@@ -28,6 +28,7 @@ class Figures:
         self.emissions, self.device = emissions, device
         self.seconds = dict.fromkeys(("prefill", *STAGES), 0.0)
         self.of_row: dict[tuple, list[int]] = {row: [] for row in emissions.live}
+        self.rows = len(emissions.live)
         self.rounds = self.verified_nodes = 0
         self.fallbacks: Counter[str] = Counter()
         self.broken: torch.Tensor | int = 0  # rounds with NaN in the draft; stays on the device until the end

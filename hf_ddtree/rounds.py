@@ -10,6 +10,7 @@ from .rules import AcceptanceRule
 from .target import Target
 from .tree import Tree, check_trees
 
+LEFT = "ddtree_drafter"  # attribute of a target's cache
 MOST_FAILURES = 3  # in a row; then the drafter rests for the rest of the call
 
 
@@ -27,21 +28,40 @@ class SafeRounds:
         self.failures = 0
         self.node_limit: int | None = None
 
-    def draft(self, emissions: Emissions, context: Context, staying: list[int]) -> Draft | Tree | None:
-        """The drafter's answer; None where it failed or there is nothing to ask.
+    @property
+    def rests(self) -> bool:
+        """Whether the drafter is not asked any more."""
+        return self.failures == MOST_FAILURES or not self.figures.emissions.config.tree_budget
 
-        Args:
-            context: of the rows before any was dropped. staying: which of them go on.
-        """
-        if self.failures == MOST_FAILURES:
-            return None
-        self.pending = context if self.pending is None else self.pending.followed_by(context)
-        if len(staying) < len(context.lengths):
-            self.target.keep(staying)
-            self.drafter.keep(staying)
-            self.pending = self.pending.keep(staying)
+    def resume(self) -> None:
+        """Before the prefill: the drafter goes on from what it left with a cache that was given."""
+        left, length = getattr(self.target.cache, LEFT, None), int(self.target.cache.get_seq_length())
+        if left is None or not length:
+            return
+        mask, rows = self.target.prompt_mask, self.figures.rows
+        lengths = [length] * rows if mask is None else mask[:, :length].sum(1).tolist()
+        self.pending = self.drafter.resume(left, lengths)
+
+    def leave(self) -> None:
+        """At the end: the drafter leaves what it knows with the cache."""
+        setattr(self.target.cache, LEFT, self.drafter.leave(self.pending))
+
+    def learn(self, context: Context) -> None:
+        """What was committed, which the drafter is told when it is asked next."""
+        if not self.rests:
+            self.pending = context if self.pending is None else self.pending.followed_by(context)
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with those of the live rows."""
+        if len(rows) < len(self.target.rows):
+            self.target.keep(rows)
+            self.drafter.keep(rows)
+            self.pending = None if self.pending is None else self.pending.keep(rows)
+
+    def draft(self, emissions: Emissions) -> Draft | Tree | None:
+        """The drafter's answer; None where it failed or there is nothing to ask."""
         depth = emissions.remaining - 1
-        if depth < 1 or not emissions.config.tree_budget:
+        if depth < 1 or self.rests:
             return None
         try:
             drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise))

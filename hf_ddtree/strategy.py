@@ -9,6 +9,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from .cache import is_callers
 from .configuration import DDTreeConfig, DDTreeMode
 from .drafting import make_drafter
 from .emission import Emissions
@@ -17,7 +18,6 @@ from .rounds import SafeRounds
 from .rules import AcceptanceRule, make_rule
 from .streaming import RoundStreamer, Streaming
 from .target import Target, check_rope, check_target
-from .tree import root_tree
 
 DEEPEST = 64  # no tree is deeper, whatever the drafter
 
@@ -79,8 +79,9 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
     """
     try:
         check_request(self, generation_config, (input_ids, model_kwargs), synced_gpus, streamer)
-        drafter = make_drafter(assistant_model, self, generation_config, len(input_ids))
-        drafter.start(self, generation_config, len(input_ids))
+        rows, tokenizers = len(input_ids), (tokenizer, assistant_tokenizer)
+        drafter = make_drafter(assistant_model, self, generation_config, rows, tokenizers)
+        drafter.start(self, generation_config, rows)
         target = Target(self, model_kwargs, list(drafter.target_layer_ids))
         padding = count_padding(input_ids, model_kwargs.get("attention_mask"))
         emissions = Emissions(input_ids, logits_processor, stopping_criteria, generation_config, padding)
@@ -99,7 +100,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         sequences=emissions.sequences,
         scores=emissions.steps("scores"),
         logits=emissions.steps("raw_logits"),
-        acceptance_lengths=figures.acceptance_lengths if len(input_ids) > 1 else figures.acceptance_lengths[0],
+        acceptance_lengths=figures.acceptance_lengths if rows > 1 else figures.acceptance_lengths[0],
         rounds=figures.rounds,
         verified_nodes=figures.verified_nodes,
         fallback_rounds=figures.fallback_rounds,
@@ -118,27 +119,31 @@ def decode_rounds(
     streaming: Streaming,
 ) -> None:
     """The decoding loop: draft, build, verify, accept, commit, until all texts have ended."""
+    rounds.resume()
     with figures.stage("prefill"):
         logits = target.prefill(emissions.prompts, emissions.config)
-    tree = root_tree(torch.zeros_like(logits[..., 0], dtype=torch.int64))  # the prompts' last tokens, verified alone
+    tree = rule.build(emissions.prompts.new_zeros(len(logits), 1), None)  # the prompts' last tokens, verified alone
     with target.growing():
         while True:
             with figures.stage("accept"), target.undoing():
                 accepted = rule.accept(tree, logits)
             with figures.stage("commit"):
-                context = target.commit(accepted)
+                rounds.learn(target.commit(accepted))
             figures.count(tree, accepted)
             streaming.put(tree, accepted)
             staying = emissions.drop_ended()
             if not staying:
                 break
+            rounds.keep(staying)
             with figures.stage("draft"):
-                drafted = rounds.draft(emissions, context, staying)
+                drafted = rounds.draft(emissions)
             with figures.stage("build"):
                 tree = rounds.build(emissions.roots, drafted)
             with figures.stage("verify"):
                 tree, logits = rounds.verify(tree)
-        target.settle(emissions.last_tokens)
+        if emissions.config.return_dict_in_generate or is_callers(target.cache):
+            target.settle(emissions.last_tokens)
+    rounds.leave()
 
 
 def draw_seed(config: DDTreeConfig) -> int | list[int] | None:

@@ -13,9 +13,10 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import Accepted
+from .attention import LayerKinds, layer_types
 from .cache import TreeCache, cache_name, checked_cache, growing_trees, output_cache
 from .context import Context
-from .masks import Cached, slot_mask, visible_slots
+from .masks import visible_slots
 from .tree import Tree, root_tree
 
 # Kept by `Target` itself, or meaningful for the prompt only.
@@ -44,10 +45,8 @@ class Target:
         self.kwargs = dict(model_kwargs)
         self.cache = checked_cache(model_kwargs.get(self.cache_name))
         self.prompt_mask = model_kwargs.get("attention_mask")  # [batch, prompt]; None = all visible
-        text_config = model.config.get_text_config(decoder=True)
-        self.layer_types = layer_types(text_config)
-        self.sliding_window = getattr(text_config, "sliding_window", None)
-        self.vocab_size = text_config.vocab_size
+        self.kinds = LayerKinds.of(model)
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.rows: list[int] = []  # of the batch, those that are live, in the order of trees
         self.root_positions = torch.empty(0)  # [..., batch, 1], as `position_ids`
         self.slots = 0  # that will ever be committed
@@ -85,7 +84,7 @@ class Target:
         """Where trees are verified and committed: the cache has room for them, and is the library's own afterwards."""
         with (
             self.model._optimize_model_for_decode(),
-            growing_trees(self.cache, len(self.rows), self.sliding_window, self.slots) as self.trees,
+            growing_trees(self.cache, len(self.rows), self.kinds.window, self.slots) as self.trees,
         ):
             yield
 
@@ -97,10 +96,12 @@ class Target:
             inputs["token_type_ids"] = self._live(types)[:, -1:].expand(-1, tree.num_nodes)
         if self.has_router:
             inputs["output_router_logits"] = False  # its loss would read the tree mask as a padding mask
+        ends = self.trees.ends.to(tree.tokens.device)
+        visible = visible_slots(ends, self.trees.width, self._live(self.prompt_mask))
         try:
             outputs = self.model(
                 input_ids=tree.tokens,
-                attention_mask=self._masks(tree),
+                attention_mask=self.kinds.masks(self.trees, visible, tree.ancestors(), ends[:, None] + tree.depths),
                 position_ids=self.root_positions[..., self.rows, :] + tree.depths,
                 use_cache=True,
                 output_hidden_states=self.output_hidden_states,
@@ -147,7 +148,7 @@ class Target:
         self.rows = [self.rows[row] for row in rows]
 
     def settle(self, last_tokens: torch.Tensor) -> None:
-        """Puts what plain decoding caches of rows that ended before others into the cache, if somebody will have it.
+        """Puts what plain decoding caches of rows that ended before others into the cache that somebody will have.
 
         Args:
             last_tokens: [batch, 1] the rows' last tokens.
@@ -187,19 +188,6 @@ class Target:
 
     def _taps_of(self, outputs: ModelOutput) -> list[torch.Tensor]:
         return [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
-
-    def _masks(self, tree: Tree) -> torch.Tensor | dict[str, torch.Tensor]:
-        """A mask per kind of attention layer; a single tensor where the model has one kind only."""
-        ends = self.trees.ends.to(tree.tokens.device)
-        visible = visible_slots(ends, self.trees.width, self._live(self.prompt_mask))
-        ancestors, places = tree.ancestors(), ends[:, None] + tree.depths
-        masks = {}
-        for kind in set(self.layer_types):
-            first = self.trees.layers[self.layer_types.index(kind)].first
-            window = self.sliding_window if kind == "sliding_attention" else None
-            cached = Cached(visible[:, first:], first)
-            masks[kind] = slot_mask(cached, ancestors, places, self.model.dtype, window)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 @contextmanager
@@ -264,16 +252,3 @@ def check_rope(model: PreTrainedModel, end: int) -> None:
                 f"`max_new_tokens` or `max_length` lets positions reach {end}, and the target's {kind} RoPE changes "
                 f"its frequencies beyond {limit}, which a tree would reach too early; lower it by {end - limit}."
             )
-
-
-def layer_types(text_config: Any) -> list[str]:
-    """The kind of each attention layer, as `DynamicCache(config)` decides it; GPT-Neo has a list of its own."""
-    if "local" in (kinds := getattr(text_config, "attention_layers", None) or []):
-        return list(kinds)
-    if (layer_types := getattr(text_config, "layer_types", None)) is not None:
-        return list(layer_types)
-    if getattr(text_config, "attention_chunk_size", None) is not None:
-        kind = "chunked_attention"
-    else:
-        kind = "sliding_attention" if getattr(text_config, "sliding_window", None) is not None else "full_attention"
-    return [kind] * text_config.num_hidden_layers

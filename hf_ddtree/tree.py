@@ -106,47 +106,6 @@ def check_trees(tree: Tree, roots: torch.Tensor, vocab_size: int) -> None:
         raise ValueError(f"a token is not in 0..{vocab_size - 1}")
 
 
-def tree_of_paths(roots: torch.Tensor, paths: list[list[list[int]]], budget: int) -> Tree:
-    """Trees of guessed continuations, joined where they begin alike.
-
-    Args:
-        roots: [rows, 1].
-        paths: per row, continuations as token ids, the most promising first; nodes are taken in this order.
-        budget: nodes per row at most, the root left out.
-
-    Returns:
-        Trees of as many nodes in all rows: where a row has fewer, copies of its root's child 0 that can't be reached.
-    """
-    rows = [_joined(of_row, budget) for of_row in paths]
-    nodes = max(len(tokens) for tokens, _, _ in rows)
-    for root, (tokens, parents, depths) in zip(roots[:, 0].tolist(), rows, strict=True):
-        tokens[0] = root
-        filler = nodes - len(tokens)
-        tokens.extend([tokens[-1]] * filler)  # twins of the last node, whose first bearer is the one that is found
-        parents.extend([parents[-1] if parents[-1:] and len(parents) > 1 else 0] * filler)
-        depths.extend([max(depths[-1], 1)] * filler)
-    tokens, parents, depths = (torch.tensor([row[i] for row in rows], device=roots.device) for i in range(3))
-    return Tree(tokens, parents, depths, -depths.double())
-
-
-def _joined(paths: list[list[int]], budget: int) -> tuple[list[int], list[int], list[int]]:
-    """A trie of the paths: tokens, parents and depths, the root (token 0 for now) first."""
-    tokens, parents, depths = [0], [0], [0]
-    children: dict[tuple[int, int], int] = {}
-    for path in paths:
-        node = 0
-        for token in path:
-            if (child := children.get((node, token))) is None:
-                if len(tokens) > budget:
-                    break
-                child = children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-                depths.append(depths[node] + 1)
-            node = child
-    return tokens, parents, depths
-
-
 def root_tree(tokens: torch.Tensor) -> Tree:
     """A tree of the root alone, whose token is `tokens` [batch, 1]."""
     zeros = torch.zeros_like(tokens)

@@ -4,6 +4,7 @@ from accelerate.state import AcceleratorState
 from stubs import StubDrafter, StubGenerator
 
 from hf_ddtree.drafting import make
+from hf_ddtree.figures import Figures
 
 torch.set_num_threads(1)  # the models are tiny; more threads only get in each other's way
 
@@ -24,3 +25,15 @@ def stub_generators(monkeypatch):
 
     monkeypatch.setattr(make, "DDTreeCandidateGenerator", generator)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_fallbacks(request, monkeypatch):
+    """A round that falls back leaves the text as it is, so it would hide a bug; tests of that are marked."""
+    if request.node.get_closest_marker("falls_back"):
+        return
+
+    def fall_back(self, cause, message):
+        raise AssertionError(message)
+
+    monkeypatch.setattr(Figures, "fall_back", fall_back)

@@ -1,6 +1,6 @@
 """Tiny random targets of every family, and stub drafters whose behaviour is known (known faults, fixtures)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -8,11 +8,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
+from hf_ddtree.context import Context
+from hf_ddtree.drafting import Request
+from hf_ddtree.emission import Emissions
+from hf_ddtree.masks import Cached, slot_mask
+from hf_ddtree.tree import Tree
 
 VOCAB, HIDDEN, LAYERS, BLOCK = 64, 32, 4, 8
 # A drafter's layers, two of them, and the window of its sliding ones.
@@ -128,9 +137,9 @@ class StubGenerator(DDTreeCandidateGenerator):
     def __init__(self, drafter: DFlashDraftModel, *args: object):
         super().__init__(drafter, *args)
         self.committed = 0
-        self.contexts: list = []
+        self.contexts: list[Context] = []
 
-    def draft_block(self, root_tokens: torch.Tensor, context) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         real, states = super().draft_block(root_tokens, context)
         self.contexts.append(context)
         logits = []
@@ -202,6 +211,35 @@ def make_stub(target: PreTrainedModel, kind: str, reference: torch.Tensor, **ove
     stub.load_state_dict(real.state_dict())
     stub.logits_for = STUBS[kind](reference)
     return stub
+
+
+def make_context(hidden_states: torch.Tensor, start: int = 0) -> Context:
+    """Rows' states [rows, tokens, taps * hidden], all of them their own, from position `start` on."""
+    rows, tokens = hidden_states.shape[:2]
+    return Context(hidden_states, torch.arange(start, start + tokens).expand(rows, -1), [tokens] * rows)
+
+
+def make_request(ids: torch.Tensor, context: Context, max_depth: int) -> Request:
+    """What comes after `ids` [rows, length], without noise."""
+    return Request(list(ids), context, max_depth, lambda depth, like: None)
+
+
+def make_emissions(
+    ids: torch.Tensor,
+    config: DDTreeConfig,
+    processors: Sequence[LogitsProcessor] = (),
+    criteria: Sequence[StoppingCriteria] = (),
+    padding: int = 0,
+) -> Emissions:
+    """The texts of a call on `ids` [rows, length], of which each row's first `padding` tokens are padding."""
+    config._pad_token_tensor = None  # `generate` sets it
+    lists = LogitsProcessorList(processors), StoppingCriteriaList(criteria)
+    return Emissions(ids, *lists, config, [padding] * len(ids))
+
+
+def tree_mask(tree: Tree, visible: torch.Tensor, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    """The mask of a tree right after the cached keys, of which `visible` [rows, slots] may be seen."""
+    return slot_mask(Cached(visible), tree.ancestors(), visible.shape[1] + tree.depths, dtype, window)
 
 
 def greedy(target: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **kwargs: object) -> torch.Tensor:

@@ -3,19 +3,12 @@
 import pytest
 import torch
 from keyed import exact_law, p_value
-from stubs import decode, greedy, make_drafter, make_stub, make_target
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-)
+from stubs import decode, greedy, make_drafter, make_emissions, make_stub, make_target
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as library
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.drafting.draft import Draft
-from hf_ddtree.emission import Emission
 from hf_ddtree.rules import make_rule
 
 RULES = {
@@ -52,15 +45,14 @@ class Tables:
 def text_of(tables, seed, processors, figures, **fields):
     """One text [STEPS] drawn by a rule, in the order of the decoding loop."""
     config = DDTreeConfig(do_sample=True, max_length=START.shape[1] + STEPS, tree_budget=5, **fields)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(config.max_length)])
-    emission = Emission(START, processors, criteria, config)
-    rule = make_rule(config, emission, (seed, 0))
+    emissions = make_emissions(START, config, processors, [MaxLengthCriteria(config.max_length)])
+    (emission,), rule = emissions.groups, make_rule(config, emissions, seed)
     tree = rule.build(START.new_zeros(1, 1), None)
     while True:
         new = emission.ids[:, START.shape[1] :]
         paths = [path[:depth] for path, depth in zip(tree.path_tokens()[0], tree.depths[0], strict=True)]
         logits = [tables.after(torch.cat([new[0], path])[None]) for path in paths]
-        accepted = rule.accept(tree, torch.cat(logits)[None])
+        (accepted,) = rule.accept(tree, torch.cat(logits)[None])
         figures["drafted"] += tree.num_nodes - 1
         figures["accepted"] += len(accepted.path) - 1
         if accepted.finished:
@@ -101,7 +93,7 @@ def test_fault_06_07_08_law(rule, processors, fields):
     tables, figures = Tables(), {"drafted": 0, "accepted": 0}
     counts = torch.zeros([VOCAB] * STEPS, dtype=torch.float64)
     for seed in range(DRAWS):
-        counts[tuple(text_of(tables, seed, LogitsProcessorList(processors), figures, **fields, **rule))] += 1
+        counts[tuple(text_of(tables, seed, processors, figures, **fields, **rule))] += 1
     assert p_value(counts, law_of(tables, processors)) > 1e-4
     assert p_value(counts, law_of(tables, [*processors, *warpers(1.5)])) < 1e-4  # the test sees such an error
     assert 0.1 < figures["accepted"] / figures["drafted"] < 0.9
@@ -113,7 +105,7 @@ def test_block_verification_is_another_rule_than_the_token_wise_one():
     for name in ("token", "block"):
         figures = {"drafted": 0, "accepted": 0}
         seeds = range(DRAWS // 2)
-        texts[name] = [text_of(Tables(), seed, LogitsProcessorList(), figures, **RULES[name]) for seed in seeds]
+        texts[name] = [text_of(Tables(), seed, [], figures, **RULES[name]) for seed in seeds]
         accepted[name] = figures["accepted"] / figures["drafted"]
     assert 0.7 < sum(a == b for a, b in zip(*texts.values(), strict=True)) / len(seeds) < 1
     assert accepted["block"] > accepted["token"]
@@ -131,7 +123,7 @@ def test_law_with_drafts_that_are_no_distribution(rule, value):
     tables.drafts[:, 1:] = value
     counts = torch.zeros([VOCAB] * STEPS, dtype=torch.float64)
     for seed in range(DRAWS // 2):
-        counts[tuple(text_of(tables, seed, LogitsProcessorList(), figures, **rule))] += 1
+        counts[tuple(text_of(tables, seed, [], figures, **rule))] += 1
     assert p_value(counts, law_of(tables, [])) > 1e-4
 
 
@@ -148,8 +140,8 @@ def test_fault_08_drafts_are_drawn_at_the_draft_temperature(rule, fields, kappa)
     drafts, counts = Tables().drafts[:, :2], torch.zeros(2, VOCAB, dtype=torch.float64)
     for seed in range(400):
         config = DDTreeConfig(do_sample=True, max_length=9, tree_budget=6, **rule, **fields)
-        emission = Emission(START, LogitsProcessorList(), StoppingCriteriaList(), config)
-        tree = make_rule(config, emission, (seed, 0)).build(START[:, -1:], Draft(START[:, -1:], drafts))
+        rule_of_call = make_rule(config, make_emissions(START, config), seed)
+        tree = rule_of_call.build(START[:, -1:], Draft(START[:, -1:], drafts))
         for depth in (1, 2):
             counts[depth - 1, tree.tokens[tree.depths == depth][0]] += 1
     for depth in (0, 1):

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from stubs import FAMILIES, decode, greedy, make_stub, make_target
+from stubs import FAMILIES, decode, greedy, make_context, make_stub, make_target
 
 from hf_ddtree.cache import cache_name, output_cache
 from hf_ddtree.drafting import DDTreeCandidateGenerator
-from hf_ddtree.target import Context, Target
+from hf_ddtree.target import Target
 
 PROMPT = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8]])
 LONG = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8, 17, 23, 50, 6, 33, 20, 11, 48, 29, 4]])
@@ -30,9 +30,10 @@ def on_commit(monkeypatch, prompt, check):
     """Calls `check(target, committed ids, context)` after every commit; returns the committed ids."""
     committed, real = prompt[0].tolist(), Target.commit
 
-    def commit(self, outputs, num_nodes, accepted):
-        context = real(self, outputs, num_nodes, accepted)
-        committed.extend(accepted.tokens)
+    def commit(self, accepted):
+        context = real(self, accepted)
+        assert len(accepted) == len(context.lengths) == 1 and context.lengths[0] == context.positions.shape[1]
+        committed.extend(accepted[0].tokens)
         check(self, committed, context)
         return context
 
@@ -98,16 +99,16 @@ def test_fault_66_drafter_cache_equals_one_built_from_scratch(family, kind, draf
 
     def draft_block(self, root_tokens, context):
         logits, states = real(self, root_tokens, context)
-        length, block = len(committed) - 1, self.block_size
+        length = len(committed) - 1
         fresh = DDTreeCandidateGenerator(stub, target, self.config)
-        everything = Context(taps(target, committed[:-1], self.target_layer_ids), torch.arange(length)[None])
+        everything = make_context(taps(target, committed[:-1], self.target_layer_ids))
         close(logits, real(fresh, root_tokens, everything)[0])
-        assert self.cache.get_seq_length() - self.drafted == length
-        for layer, scratch in zip(self.cache.layers, fresh.cache.layers, strict=True):
-            kept = min(length, WINDOW - 1) if layer.is_sliding else length
-            rows = slice(-block - kept, -block)
-            close(layer.keys[..., rows, :], scratch.keys[..., rows, :])
-            close(layer.values[..., rows, :], scratch.values[..., rows, :])
+        assert self.trees.width == length and self.trees.ends.tolist() == [length]
+        for layer, scratch in zip(self.trees.layers, fresh.trees.layers, strict=True):
+            kept = min(length, WINDOW) if layer.is_sliding else length
+            assert layer.keys.shape[-2] == scratch.keys.shape[-2] == kept and layer.get_seq_length() == length
+            close(layer.keys, scratch.keys)
+            close(layer.values, scratch.values)
         rounds.append(length)
         return logits, states
 
@@ -121,20 +122,20 @@ def test_fault_66_drafter_cache_equals_one_built_from_scratch(family, kind, draf
 
 
 def on_verify(monkeypatch, target, check):
-    """Calls `check(tree, forward's kwargs, outputs)` for every verify forward."""
+    """Calls `check(tree, forward's kwargs, logits)` for every verify forward."""
     seen, real = [], Target.verify
 
     def verify(self, tree):
         with_kwargs = []
         hook = target.register_forward_pre_hook(lambda _, __, kwargs: with_kwargs.append(kwargs), with_kwargs=True)
         try:
-            outputs = real(self, tree)
+            logits = real(self, tree)
         finally:
             hook.remove()
         (kwargs,) = with_kwargs
-        check(tree, kwargs, outputs)
+        check(tree, kwargs, logits)
         seen.append(tree)
-        return outputs
+        return logits
 
     monkeypatch.setattr(Target, "verify", verify)
     return seen
@@ -145,7 +146,7 @@ def test_fault_01_positions_are_start_plus_depth(family, kind, monkeypatch):
     target, reference = family
     committed = on_commit(monkeypatch, LONG, lambda *_: None)
 
-    def check(tree, kwargs, outputs):
+    def check(tree, kwargs, logits):
         assert kwargs["position_ids"].tolist() == [[len(committed) - 1 + depth for depth in tree.depths[0].tolist()]]
         assert kwargs["input_ids"].tolist() == tree.tokens.tolist() and kwargs["input_ids"][0, 0] == committed[-1]
 
@@ -159,13 +160,13 @@ def test_fault_21_node_logits_equal_a_chain_forward(family, prompt, monkeypatch)
     target, reference = family
     committed = on_commit(monkeypatch, prompt, lambda *_: None)
 
-    def check(tree, kwargs, outputs):
+    def check(tree, kwargs, logits):
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         path = {0: []}
         for node in range(tree.num_nodes):
             if node:
                 path[node] = [*path[parents[node]], tokens[node]]
-            close(outputs.logits[0, node], forward(target, committed + path[node]).logits[0, -1])
+            close(logits[0, node], forward(target, committed + path[node]).logits[0, -1])
 
     seen = on_verify(monkeypatch, target, check)
     decode(target, make_stub(target, "rand", reference), prompt, tree_budget=12, max_new_tokens=12)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from keyed import sampled
 from stubs import BLOCK, HIDDEN, LAYERS, VOCAB, decode, greedy, make_drafter, make_stub, make_target
 from transformers import (
     AutoConfig,
@@ -18,7 +19,7 @@ from transformers import (
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_ddtree import DDTreeConfig, DDTreeOutput
-from hf_ddtree.strategy import STAGES
+from hf_ddtree.figures import STAGES
 from hf_ddtree.target import Target
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
@@ -60,7 +61,6 @@ OUT_OF_RANGE = {
     "tree_top_k": (0, -2, 2.0, False),
     "draft_block_size": (0, -1, 4.0),
     "num_beams": (2,),
-    "num_return_sequences": (2,),
     "use_cache": (False,),
     "cache_implementation": ("static", "offloaded", "quantized"),
     "prefill_chunk_size": (4,),
@@ -190,16 +190,26 @@ def test_output_figures(target, kind, trees):
     assert result.scores is None and result.logits is None
 
 
-# Refusals before the first forward
+# Several texts
 
 
 def test_fault_28_batch(target, drafter):
-    refused(target, "batch size is 2", ids=PROMPT.expand(2, -1), assistant_model=drafter)
+    ids = torch.cat([PROMPT, PROMPT.flip(1)])
+    result = decode(target, drafter, ids, max_new_tokens=12, return_dict_in_generate=True)
+    assert result.sequences.tolist() == greedy(target, ids, 12).tolist()
+    assert [sum(lengths) for lengths in result.acceptance_lengths] == [12, 12]
 
 
 def test_fault_28_num_return_sequences_with_sampling(target, drafter):
-    config = DDTreeConfig(do_sample=True, max_new_tokens=4)
-    refused(target, "num_return_sequences", assistant_model=drafter, generation_config=config, num_return_sequences=2)
+    """Sequences of one prompt have noise of their own, as rows of a batch have."""
+    config = DDTreeConfig(do_sample=True, max_new_tokens=12, seed=3)
+    call = {"assistant_model": drafter, "generation_config": config}
+    tokens = target.generate(PROMPT, num_return_sequences=2, **call)
+    assert tokens.tolist() == sampled(target, PROMPT.expand(2, -1), 12, seed=3).tolist()
+    assert tokens[0].tolist() != tokens[1].tolist()
+
+
+# Refusals before the first forward
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
@@ -217,7 +227,7 @@ def test_no_assistant(target):
 
 
 def test_assistant_that_is_no_drafter(target):
-    refused(target, "Qwen3ForCausalLM", "DFlashDraftModel", assistant_model=make_target("qwen3"))
+    refused(target, "Qwen3Model", "DFlashDraftModel", assistant_model=make_target("qwen3").model)
 
 
 def test_drafter_folder_read_by_another_class(target, drafter, tmp_path):

@@ -11,7 +11,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
-from hf_ddtree.drafting.dflash import MASK_CACHE_NAME
+from hf_ddtree.models.dflash import MASK_CACHE_NAME
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
 ROPES = {

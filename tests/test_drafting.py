@@ -9,7 +9,9 @@ from stubs import (
     WINDOW,
     decode,
     greedy,
+    make_context,
     make_drafter,
+    make_request,
     make_stub,
     make_target,
     make_tokenizer,
@@ -18,7 +20,6 @@ from transformers import GenerationConfig, pipeline
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig
-from hf_ddtree.target import Context
 from hf_ddtree.tree import build_tree, top_marginals
 
 PROMPT = torch.tensor([[6, 34, 56, 50, 30, 20, 44, 15, 38, 10]])
@@ -29,9 +30,8 @@ def target():
     return make_target("qwen3", seed=10)
 
 
-def context_of(length):
-    states = torch.randn(1, length, 2 * HIDDEN, generator=torch.Generator().manual_seed(length))
-    return Context(states, torch.arange(length)[None])
+def context_of(length, start=0):
+    return make_context(torch.randn(1, length, 2 * HIDDEN, generator=torch.Generator().manual_seed(length)), start)
 
 
 @pytest.mark.parametrize("max_depth", [1, 4, 7, 20])
@@ -42,7 +42,7 @@ def test_fault_39_slot_k_fills_depth_k(max_depth):
     slots = torch.eye(HIDDEN)[None, 10 : 10 + BLOCK]  # slot k says token 10 + k
     drafter.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=9 * slots)
     generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
-    logits = generator.draft(torch.tensor([[3]]), context_of(4), max_depth).logits
+    logits = generator.draft(make_request(torch.tensor([[3]]), context_of(4), max_depth)).logits
     assert logits.shape == (1, min(max_depth, BLOCK - 1), 64)
     assert logits[0].argmax(-1).tolist() == [10 + depth for depth in range(1, min(max_depth, BLOCK - 1) + 1)]
 
@@ -57,7 +57,7 @@ def test_nothing_to_draft(target, budget, block_size, max_depth):
     drafter.forward = None
     config = DDTreeConfig(tree_budget=budget, draft_block_size=block_size)
     generator = DDTreeCandidateGenerator(drafter, target, config)
-    assert generator.draft(PROMPT[:, -1:], context_of(4), max_depth) is None
+    assert generator.draft(make_request(PROMPT, context_of(4), max_depth)) is None
     tree = generator.get_candidates(PROMPT, context_of(4), max_depth)
     assert tree.tokens.tolist() == [[10]] and tree.depths.tolist() == [[0]]
 
@@ -70,9 +70,9 @@ def test_get_candidates_is_draft_and_search(target, fields, top_k):
     """The best-first tree of the draft's own log-probabilities, round after round."""
     drafter, config = make_drafter(target), DDTreeConfig(tree_budget=12, draft_text_weight=0, **fields)
     whole, parts = (DDTreeCandidateGenerator(drafter, target, config) for _ in range(2))
-    for context in (context_of(9), Context(context_of(3).hidden_states, torch.arange(9, 12)[None])):
+    for context in (context_of(9), context_of(3, start=9)):
         tree = whole.get_candidates(PROMPT, context, max_depth=5)
-        logits = parts.draft(PROMPT[:, -1:], context, max_depth=5).logits
+        logits = parts.draft(make_request(PROMPT, context, max_depth=5)).logits
         assert logits.shape == (1, 5, 64)
         other = build_tree(PROMPT[:, -1:], top_marginals(logits, top_k), 12)
         assert tree.num_nodes == (6 if top_k == 1 else 13) and tree.tokens[0, 0] == PROMPT[0, -1]

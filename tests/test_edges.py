@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from stubs import FAMILIES, STUBS, decode, greedy, make_drafter, make_stub, make_target
+from stubs import FAMILIES, STUBS, decode, greedy, make_drafter, make_emissions, make_stub, make_target
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.cache import CACHE_NAMES, cache_name
+from hf_ddtree.figures import Figures
 from hf_ddtree.models.dflash import noise_embeddings
-from hf_ddtree.strategy import Figures
 
 PROMPT = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8]])
 
@@ -82,13 +81,14 @@ def test_an_exception_leaves_no_rejected_nodes_in_a_given_cache():
     assert PROMPT.shape[1] <= cache.get_seq_length() <= 15
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_sliding_layers_stop_recording_at_the_end(family):
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+def test_the_returned_caches_layers_are_the_librarys_own(family):
     target = make_target(family)
     result = decode(target, make_drafter(target), PROMPT, max_new_tokens=12, return_dict_in_generate=True)
     cache = next(result[name] for name in CACHE_NAMES if name in result)
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-    assert layers and not any(layer.record_past for layer in layers)
+    own = DynamicCache(config=target.config)
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in own.layers]
+    assert not any(layer.record_past for layer in cache.layers if layer.is_sliding)
 
 
 def test_a_norm_inside_the_embedding_is_not_for_the_noise_block():
@@ -111,7 +111,7 @@ def test_a_norm_inside_the_embedding_is_not_for_the_noise_block():
 def test_stages_wait_for_the_device_only_if_asked(device, waits, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)
-    figures = Figures(device)
+    figures = Figures(make_emissions(PROMPT, DDTreeConfig()), device)
     for _ in range(2):
         with figures.stage("draft"):
             pass

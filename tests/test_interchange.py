@@ -14,8 +14,8 @@ from transformers import MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
-from hf_ddtree.drafting.dflash import MASK_CACHE_NAME
 from hf_ddtree.interchange import export_drafter
+from hf_ddtree.models.dflash import MASK_CACHE_NAME
 
 # Shape of `make_drafter`'s drafters.
 SHAPE = {

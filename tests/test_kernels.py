@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from stubs import tree_mask
 
 from hf_ddtree.kernels.reference import tree_attention
-from hf_ddtree.masks import tree_mask
 from hf_ddtree.tree import Tree
 
 PARENTS = [0, 0, 0, 1, 1, 3, 2]

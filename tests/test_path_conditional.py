@@ -8,14 +8,13 @@ import pytest
 import torch
 from keyed import sampled
 from safetensors.torch import save_file
-from stubs import BLOCK, VOCAB, StubDrafter, decode, greedy, make_drafter, make_target
+from stubs import BLOCK, VOCAB, StubDrafter, decode, greedy, make_context, make_drafter, make_request, make_target
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 from hf_ddtree.drafting import DDTreeCandidateGenerator
 from hf_ddtree.drafting.corrections import BigramTable, logits_of_change, running_text_correction
 from hf_ddtree.drafting.draft import Draft
 from hf_ddtree.models.head import head_logits, is_plain_linear
-from hf_ddtree.target import Context
 from hf_ddtree.training.bigrams import PRIOR, count_bigrams, save_table
 from hf_ddtree.tree import Marginals, build_tree_by_heap, build_tree_by_level, condition, top_marginals
 
@@ -227,7 +226,7 @@ def drafted(drafter, target, **fields):
     generator = DDTreeCandidateGenerator(drafter, target, config)
     states = target(PROMPT, output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1] for layer in generator.target_layer_ids], dim=-1)[:, :-1]
-    draft = generator.draft(PROMPT, Context(context, torch.arange(PROMPT.shape[1] - 1)[None]), 100)
+    draft = generator.draft(make_request(PROMPT, make_context(context), 100))
     return draft, draft.marginals(config)
 
 
@@ -506,33 +505,37 @@ def test_no_pairs_are_refused(texts):
 
 
 def test_running_text_counts_its_pairs():
-    correct = running_text_correction(SMALL, 4, weight=0.5)
+    """Of each row its own."""
+    correct = running_text_correction([SMALL, SMALL[:1], SMALL[1:3]], 4, weight=0.5)
     parents, children = torch.tensor([[0, 0, 0], [1, 2, 0]]), torch.tensor([[1, 2, 3], [0, 1, 2]])
     counts = torch.tensor([[[2, 1, 0]] * 3, [[2, 0, 0], [0, 0, 0], [0, 2, 1]]])
-    torch.testing.assert_close(correct(parents, children), 0.5 * (1 + counts).log())
-    assert not running_text_correction(SMALL[:1], 4, weight=0.5)(parents, children).any()
+    once = torch.tensor([[[0, 0, 0]] * 3, [[1, 0, 0], [0, 0, 0], [0, 0, 0]]])
+    expected = 0.5 * (1 + torch.stack([counts, torch.zeros_like(counts), once])).log()
+    corrections = correct(parents.expand(3, -1, -1), children.expand(3, -1, -1))
+    torch.testing.assert_close(corrections, expected)
 
 
 def test_running_text_knows_two_tokens_at_the_first_two_depths():
     """At the first the one before the root, at the second the root; deeper the path decides."""
     ids = torch.tensor([3, 1, 0, 3, 1, 0, 3, 1])  # 3 1 0 twice, 1 0 3 twice; the root is 1
-    parents, children = torch.tensor([[1], [0], [0]]), torch.tensor([[0], [3], [3]])
+    parents, children = torch.tensor([[[1], [0], [0]]]), torch.tensor([[[0], [3], [3]]])
     pair, triple = torch.log(torch.tensor(3.0)), 2 * torch.log(torch.tensor(3.0))
-    expected = torch.stack([pair + triple, pair + triple, pair]).view(3, 1, 1)
-    torch.testing.assert_close(running_text_correction(ids, 4, weight=1.0)(parents, children), expected)
-    strangers = running_text_correction(torch.tensor([3, 1, 0, 3, 1, 0, 2, 1]), 4, weight=1.0)
-    torch.testing.assert_close(strangers(parents, children)[0], pair.view(1, 1))
+    expected = torch.stack([pair + triple, pair + triple, pair]).view(1, 3, 1, 1)
+    torch.testing.assert_close(running_text_correction([ids], 4, weight=1.0)(parents, children), expected)
+    strangers = running_text_correction([torch.tensor([3, 1, 0, 3, 1, 0, 2, 1])], 4, weight=1.0)
+    torch.testing.assert_close(strangers(parents, children)[0, 0], pair.view(1, 1))
 
 
 def test_corrections_add_up_before_the_temperature():
     """By hand: log softmax of (logits + both corrections) / temperature within the depth's candidates."""
     logits = torch.tensor([[[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]]])
-    table, text = count_bigrams([SMALL], 3), running_text_correction(SMALL, 3, 1.0)
+    table, text = count_bigrams([SMALL], 3), running_text_correction([SMALL], 3, 1.0)
     draft = Draft(torch.tensor([[1]]), logits, (table.correction(2.0), text), torch.tensor([[0.5], [2.0]]))
     marginals = draft.marginals(DDTreeConfig(tree_budget=3))
     everything = torch.arange(3)[None]
     parents = torch.stack([torch.tensor([1, 1, 1]), marginals.tokens[0, 0]])
-    added = 2.0 * table.lookup(parents, everything.expand(2, -1)) + text(parents, everything.expand(2, -1))
+    children = everything.expand(2, -1)
+    added = 2.0 * table.lookup(parents, children) + text(parents[None], children[None])[0]
     for index, temperature in ((0, 0.5), (1, 2.0)):
         order = marginals.tokens[0, index]
         expected = ((logits[0, index] + added[index]) / temperature).log_softmax(-1)[:, order]

@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from stubs import VOCAB, make_drafter, make_target
+from stubs import VOCAB, make_context, make_drafter, make_target
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.drafting import DDTreeCandidateGenerator
-from hf_ddtree.target import Context
 from hf_ddtree.training.data import HELD_EVERY, TokenSequence, compute_features, read_sequences
 from hf_ddtree.training.evaluation import held_acceptance, held_configs
 from hf_ddtree.training.features import FeatureStore
@@ -56,7 +55,7 @@ def test_fault_40_training_and_inference_draft_the_same(target, features):
     with torch.no_grad():
         trained = target.lm_head(draft_hidden_states(drafter, target.get_input_embeddings(), batch)[0, 1])
         generator = DDTreeCandidateGenerator(drafter, target, DDTreeConfig())
-        context = Context(item.context[None, :anchor], torch.arange(anchor)[None])
+        context = make_context(item.context[None, :anchor])
         drafted = generator.draft_block(item.sequence.tokens[None, anchor : anchor + 1], context)[0][0]
     torch.testing.assert_close(trained, drafted)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stubs import tree_mask
 
 from hf_ddtree.acceptance import walk
-from hf_ddtree.masks import tree_mask
+from hf_ddtree.masks import Cached, slot_mask, visible_slots
 from hf_ddtree.tree import (
     Marginals,
     Tree,
@@ -70,20 +71,45 @@ def test_mask_with_left_padding(dtype):
 def test_mask_with_sliding_window():
     """Window 3, root at position 0: depth 0 sees from -2 on, depth 1 from -1 on, depth 2 from 0 (the root) on."""
     prefix_of_depth = {0: [1, 1], 1: [0, 1], 2: [0, 0]}
-    mask = tree_mask(TREE, torch.ones(1, 2, dtype=torch.bool), torch.float32, sliding_window=3)
+    mask = tree_mask(TREE, torch.ones(1, 2, dtype=torch.bool), torch.float32, window=3)
     expected = [[*prefix_of_depth[depth], *row] for depth, row in zip(TREE.depths[0].tolist(), ANCESTORS, strict=True)]
     assert visible_columns(mask) == expected
 
 
 def test_mask_with_window_smaller_than_the_tree():
-    mask = tree_mask(TREE, torch.ones(1, 2, dtype=torch.bool), torch.float32, sliding_window=2)
+    mask = tree_mask(TREE, torch.ones(1, 2, dtype=torch.bool), torch.float32, window=2)
     assert visible_columns(mask)[3] == [0, 0, 0, 1, 0, 1, 0, 0, 0]  # node 3 at depth 2: its parent and itself
 
 
 def test_mask_with_padding_and_window():
     padded = torch.tensor([[True, False]])  # the mask marks the nearer key, so the window shows what is left
-    mask = tree_mask(TREE, padded, torch.float32, sliding_window=3)
+    mask = tree_mask(TREE, padded, torch.float32, window=3)
     assert [row[:2] for row in visible_columns(mask)] == [[1, 0]] + [[0, 0]] * 6
+
+
+def test_slots_of_rows_of_their_own_lengths():
+    """A slot is visible if it lies before its row's end and the prompt's mask, where it reaches, does not hide it."""
+    prompt = torch.tensor([[0, 1, 1], [1, 1, 0]])
+    assert visible_slots(torch.tensor([2, 4]), 4, prompt).int().tolist() == [[0, 1, 0, 0], [1, 1, 0, 1]]
+    assert visible_slots(torch.tensor([2, 4]), 4, None).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("window, seen", [(None, [[1, 1, 0, 0], [1, 1, 1, 1]]), (2, [[0, 1, 0, 0], [0, 0, 0, 1]])])
+def test_mask_of_rows_of_their_own_lengths(window, seen):
+    """Each root stands at its row's end; a layer that has dropped its first slots has the other columns' mask."""
+    ends = torch.tensor([2, 4])
+    visible, places = visible_slots(ends, 4, None), ends[:, None] + TREE.depths
+    appended = TREE.ancestors().expand(2, -1, -1)
+    mask = slot_mask(Cached(visible), appended, places, torch.float32, window)
+    assert mask.shape == (2, 1, 7, 11)
+    assert (mask[:, 0, 0, :4] == 0).int().tolist() == seen
+    for row, end in enumerate(ends.tolist()):
+        alone = tree_mask(TREE, torch.ones(1, end, dtype=torch.bool), torch.float32, window)
+        assert torch.equal(mask[row, 0, :, :end], alone[0, 0, :, :end])
+        assert torch.equal(mask[row, 0, :, 4:], alone[0, 0, :, end:])
+        assert bool((mask[row, 0, :, end:4] < 0).all())
+    later = slot_mask(Cached(visible[:, 1:], first=1), appended, places, torch.float32, window)
+    assert torch.equal(later, mask[..., 1:])
 
 
 # Builders against brute force

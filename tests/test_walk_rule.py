@@ -5,13 +5,12 @@ import itertools
 import pytest
 import torch
 from keyed import drafter_of, sampled
-from stubs import BLOCK, STUBS, decode, greedy, make_drafter, make_stub, make_target
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, WatermarkingConfig
+from stubs import BLOCK, STUBS, decode, greedy, make_drafter, make_emissions, make_stub, make_target
+from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation import logits_process as library
 
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.drafting.draft import Draft
-from hf_ddtree.emission import Emission
 from hf_ddtree.noise import gumbel_noise, stream_key
 from hf_ddtree.rules import WalkRule
 from hf_ddtree.tree import root_tree
@@ -32,8 +31,8 @@ def soft():
 
 def make_walk(stream, ids=PROMPT, processors=(), padding=0, **fields):
     config = DDTreeConfig(max_length=60, **fields)
-    emission = Emission(ids, LogitsProcessorList(processors), StoppingCriteriaList(), config, padding)
-    return WalkRule(config, emission, stream)
+    emissions = make_emissions(ids, config, processors, padding=padding)
+    return WalkRule(config, emissions, None if stream is None else [stream])
 
 
 # Building

@@ -1,5 +1,7 @@
 """Drafts with a DFlash model: one forward gives a distribution for each depth, best-first search makes them a tree."""
 
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
     """
 
     requires_model_outputs = True
+    gives_logits = True
 
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig, rows: int = 1):
         check_drafter(drafter, target, config)
@@ -69,6 +72,21 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
     def keep(self, rows: list[int]) -> None:
         """Goes on with those rows."""
         self.trees.drop_others(rows)
+
+    def leave(self, pending: Context | None) -> "Kept":
+        """The drafter's cache, for a next turn."""
+        return Kept(self.drafter, self.cache, self.trees, pending)
+
+    def resume(self, left: Any, lengths: list[int]) -> Context | None:
+        """Goes on with the drafter's cache of the turn before, if it is this drafter's and reaches no further."""
+        if not isinstance(left, Kept) or left.drafter is not self.drafter or len(left.trees.ends) != len(lengths):
+            return None
+        known = torch.tensor(lengths)
+        if bool((left.trees.ends > known).any()):
+            return None
+        self.cache, self.trees = left.cache, left.trees
+        room = (known - self.trees.ends).tolist()
+        return None if left.pending is None else left.pending.cut(room)
 
     def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafter forward through the target's embedding and head.
@@ -134,6 +152,27 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
             cached = Cached(visible[:, layer.first :], layer.first)
             masks[kind] = slot_mask(cached, appended, places, self.drafter.dtype, window).to(self.drafter.device)
         return masks
+
+
+@dataclass
+class Kept:
+    """What a drafter knows of a target's cache; travels with it, copied with it, but not into files.
+
+    Attributes:
+        drafter: whose cache it is. cache, trees: the drafter's. pending: context that is not in it yet.
+    """
+
+    drafter: DFlashDraftModel
+    cache: Cache
+    trees: TreeCache
+    pending: Context | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kept":
+        cache, trees, pending = deepcopy((self.cache, self.trees, self.pending), memo)
+        return Kept(self.drafter, cache, trees, pending)
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
 
 
 def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -47,9 +48,11 @@ class Drafter:
 
     Attributes:
         target_layer_ids: target layers whose outputs `Request.context` should have; none for most drafters.
+        gives_logits: whether `draft` returns a `Draft`, which the classical acceptance rules need.
     """
 
     target_layer_ids: Sequence[int] = ()
+    gives_logits = False
 
     def start(self, target: PreTrainedModel, config: DDTreeConfig, rows: int) -> None:
         """Called before the first forward of each `generate`; forget the last call's texts here.
@@ -69,3 +72,19 @@ class Drafter:
 
     def keep(self, rows: list[int]) -> None:
         """Called when texts have ended: from now on the rows are these of the former ones, in this order."""
+
+    def leave(self, pending: Context | None) -> Any:
+        """Called at the end with what was not drafted from; returns what `resume` needs if a call goes on from here."""
+        return None
+
+    def resume(self, left: Any, lengths: list[int]) -> Context | None:
+        """Called before the first forward of a call that goes on from a cache.
+
+        Args:
+            left: by the drafter of the call that filled the cache.
+            lengths: per row, tokens in the cache, padding not counted.
+
+        Returns:
+            The context that is still to be told.
+        """
+        return None
