@@ -40,8 +40,13 @@ class Figures:
 
     @property
     def fallback_rounds(self) -> dict[str, int]:
-        """Rounds by what was wrong with them."""
-        return {**self.fallbacks, **({"nan": int(self.broken)} if self.broken else {})}
+        """Rounds by what was wrong with them; warns of NaN, which is counted on the device until now."""
+        if (rounds := int(self.broken)) and "nan" not in self.fallbacks:
+            self.fall_back(
+                "nan", f"{rounds} drafts had NaN in them, whose trees are of no use. The text is unaffected."
+            )
+            self.fallbacks["nan"] = rounds
+        return dict(self.fallbacks)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

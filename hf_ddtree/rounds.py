@@ -68,6 +68,8 @@ class SafeRounds:
             if isinstance(drafted, Tree):
                 check_trees(drafted, emissions.roots, self.target.vocab_size)
             elif drafted is not None:
+                check_logits(drafted.logits, len(emissions.live))
+                drafted = drafted.of_vocabulary(self.target.vocab_size)
                 self.figures.broken = self.figures.broken + drafted.logits.isnan().any()
         except Exception as error:
             self._failed("drafter", self.drafter, error)
@@ -108,6 +110,12 @@ class SafeRounds:
             f"The {what} failed ({type(drafter).__name__}: {error!r}): such rounds are decoded plainly, and after "
             f"{MOST_FAILURES} in a row all that follow. The text does not change, only the speed.",
         )
+
+
+def check_logits(logits: torch.Tensor, rows: int) -> None:
+    """Raises ValueError unless draft logits are [rows, depth, vocab]."""
+    if logits.dim() != 3 or len(logits) != rows:
+        raise ValueError(f"draft logits are {list(logits.shape)}; they must be [{rows}, depth, vocabulary]")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -94,6 +94,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         if streamer is not None:
             streamer.end()
 
+    fallback_rounds = figures.fallback_rounds
     if not generation_config.return_dict_in_generate:
         return emissions.sequences
     return DDTreeOutput(
@@ -103,7 +104,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         acceptance_lengths=figures.acceptance_lengths if rows > 1 else figures.acceptance_lengths[0],
         rounds=figures.rounds,
         verified_nodes=figures.verified_nodes,
-        fallback_rounds=figures.fallback_rounds,
+        fallback_rounds=fallback_rounds,
         stage_seconds=figures.seconds,
         seed=seed,
         **{target.cache_name: target.cache},

@@ -46,7 +46,8 @@ class Target:
         self.cache = checked_cache(model_kwargs.get(self.cache_name))
         self.prompt_mask = model_kwargs.get("attention_mask")  # [batch, prompt]; None = all visible
         self.kinds = LayerKinds.of(model)
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
         self.rows: list[int] = []  # of the batch, those that are live, in the order of trees
         self.root_positions = torch.empty(0)  # [..., batch, 1], as `position_ids`
         self.slots = 0  # that will ever be committed

@@ -34,6 +34,6 @@ def no_fallbacks(request, monkeypatch):
         return
 
     def fall_back(self, cause, message):
-        raise AssertionError(message)
+        assert cause == "nan", message  # what those tests are about, in a drafter that draws NaN on purpose
 
     monkeypatch.setattr(Figures, "fall_back", fall_back)

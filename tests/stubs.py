@@ -253,7 +253,7 @@ CALL_ARGUMENTS = (
 )
 
 
-def decode(target: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor, **fields: object):
+def decode(target: PreTrainedModel, drafter: object, ids: torch.Tensor, /, **fields: object):
     """Tree decoding; the settings that only `generate` takes go to it, all others into a `DDTreeConfig`."""
     call = {name: fields.pop(name) for name in CALL_ARGUMENTS if name in fields}
     config = DDTreeConfig(**{"do_sample": False, "tree_budget": 16, **fields})

@@ -39,6 +39,12 @@ class Draft:
             return self
         return replace(self, logits=self.logits[:, :depth])
 
+    def of_vocabulary(self, size: int) -> "Draft":
+        """The same without the ids from `size` on, which the target has no embedding for."""
+        if size >= self.logits.shape[2]:
+            return self
+        return replace(self, logits=self.logits[..., :size])
+
     def row(self, index: int) -> "Draft":
         """One row's logits; what is known of a token after its parent is left out."""
         rows = slice(index, index + 1)
