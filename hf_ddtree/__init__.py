@@ -16,10 +16,11 @@ if not OLDEST <= Version(transformers.__version__) < NEWEST:
     )
 
 from .configuration import DDTreeConfig  # noqa: E402 - after the version check
-from .drafting import DDTreeCandidateGenerator  # noqa: E402
+from .drafting import DDTreeCandidateGenerator, Draft, Drafter, LookupDrafter, Request, tree_of_paths  # noqa: E402
 from .models import DFlashConfig, DFlashDraftModel  # noqa: E402
 from .processors import KeyedNoiseLogitsProcessor, plain_sampling_processors  # noqa: E402
 from .strategy import DDTreeOutput, register  # noqa: E402
+from .tree import Tree  # noqa: E402
 from .version import __version__  # noqa: E402
 
 __all__ = [
@@ -28,9 +29,15 @@ __all__ = [
     "DDTreeOutput",
     "DFlashConfig",
     "DFlashDraftModel",
+    "Draft",
+    "Drafter",
     "KeyedNoiseLogitsProcessor",
+    "LookupDrafter",
+    "Request",
+    "Tree",
     "__version__",
     "plain_sampling_processors",
+    "tree_of_paths",
 ]
 
 register()

@@ -250,6 +250,7 @@ def greedy(target: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **kwargs
 CALL_ARGUMENTS = (
     *("streamer", "logits_processor", "stopping_criteria", "tokenizer", "attention_mask", "prefix_allowed_tokens_fn"),
     *("cache", "past_key_values", "position_ids", "token_type_ids", "logits_to_keep", "inputs_embeds"),
+    "assistant_tokenizer",
 )
 
 
