@@ -54,7 +54,7 @@ class DDTreeConfig(GenerationConfig):
         tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact, and no fewer
             than 32 where drafts depend on their parents.
         draft_block_size: `draft_block_size - 1` is the greatest depth of a tree; a DFlash drafter's noise block, its
-            anchor included. None = the block size it was trained with; 6 for other assistants, 17 for lookup.
+            anchor included. None = the block size it was trained with; 6 for other assistants, 33 for lookup.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the
             same tokens; changes speed, never the text. 0 is the paper's tree. None = 0.9 for the walk (measured in
             docs/sampling.md; a greedy target has no noise), 0 for the other rules.

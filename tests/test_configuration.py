@@ -62,7 +62,7 @@ OUT_OF_RANGE = {
     "draft_block_size": (0, -1, 4.0),
     "num_beams": (2,),
     "use_cache": (False,),
-    "cache_implementation": ("quantized", "paged"),
+    "cache_implementation": ("quantized",),
     "drafter": ("looking up", True),
     "prompt_lookup_num_tokens": (3,),
     "assistant_early_exit": (2,),
