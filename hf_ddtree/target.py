@@ -23,6 +23,7 @@ from .tree import Tree, root_tree
 HANDLED_KWARGS = {
     *("attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"),
     *("output_hidden_states", "output_attentions", "token_type_ids", "mm_token_type_ids", "input_ids"),
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts"),  # of the pixels dropped by the list
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
 }
 TAPS_BY_LIST = Version(transformers.__version__) >= Version("5.24")
@@ -132,7 +133,7 @@ class Target:
         lengths = torch.tensor([len(path) for path in paths], device=roots.device)[:, None]
         self.root_positions = self.root_positions.clone()
         self.root_positions[..., self.rows, :] = roots + lengths
-        roots = roots.reshape(-1, *roots.shape[-2:])[-1]  # one number per row where the model has several
+        roots = roots.reshape(-1, *roots.shape[-2:])[0]  # of the text, where the model has others for images
         if not self.taps:
             return Context(torch.empty(len(paths), 0, 0), roots[:, :0], [0] * len(paths))
         if self.after_prefill:

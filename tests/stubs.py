@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from families import FAMILIES, HIDDEN, IMAGE_FAMILIES, LAYERS, VOCAB  # noqa: F401 - tests take them from here
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoConfig,
@@ -23,7 +24,7 @@ from hf_ddtree.emission import Emissions
 from hf_ddtree.masks import Cached, slot_mask
 from hf_ddtree.tree import Tree
 
-VOCAB, HIDDEN, LAYERS, BLOCK = 64, 32, 4, 8
+BLOCK = 8
 # A drafter's layers, two of them, and the window of its sliding ones.
 WINDOW = 8
 LAYER_TYPES = {
@@ -32,79 +33,18 @@ LAYER_TYPES = {
     "mixed": ["sliding_attention", "full_attention"],
 }
 
-# The large init spreads the logits, so that greedy ties do not occur.
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.5,
-    "eos_token_id": None,
-    "bos_token_id": 1,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
-_LATENT = {
-    **_COMMON,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
-del _LATENT["head_dim"]
-
-FAMILIES: dict[str, dict] = {
-    "llama": {"model_type": "llama", **_COMMON},
-    "qwen3": {"model_type": "qwen3", **_COMMON},
-    "qwen3-sliding": {"model_type": "qwen3", "use_sliding_window": True, **_COMMON, **_MIXED},
-    "mistral": {"model_type": "mistral", "sliding_window": 8, **_COMMON},
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        **_COMMON,
-        **_MIXED,
-    },
-    "gemma3": {"model_type": "gemma3_text", **_COMMON, **_MIXED},
-    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT},
-    "kimi_k25": {
-        "model_type": "kimi_k25",
-        "text_config": {"model_type": "deepseek_v3", **_LATENT},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-            "pos_emb_height": 2,
-            "pos_emb_width": 2,
-        },
-        "tie_word_embeddings": False,
-        "image_token_id": 60,
-        "video_token_id": 61,
-    },
-}
-
 
 def make_target(family: str, seed: int = 0, attention: str | None = None, **overrides: object) -> PreTrainedModel:
     """A tiny random float32 target of `family`, in eval mode."""
     config = AutoConfig.for_model(**{**FAMILIES[family], **overrides})
     torch.manual_seed(seed)
-    auto = AutoModelForImageTextToText if family == "kimi_k25" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
     options = {"attn_implementation": attention} if attention else {}
-    return auto.from_config(config, **options).float().eval()
+    target = auto.from_config(config, **options).float().eval()
+    for name, weight in target.named_parameters():
+        if name.endswith("mm_input_projection_weight"):  # Gemma's are zero at first, so images would say nothing
+            torch.nn.init.normal_(weight)
+    return target
 
 
 def make_drafter(target: PreTrainedModel, seed: int = 1, **overrides: object) -> DFlashDraftModel:
