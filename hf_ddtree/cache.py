@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -26,6 +26,8 @@ from transformers.modeling_outputs import ModelOutput
 # The forward argument and output field: `cache` from transformers 5.24 on, `past_key_values` before.
 CACHE_NAMES = ("cache", "past_key_values")
 SUPPORTED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# What layers that share another's keys and values have in the cache; transformers 5.17 has nothing there.
+PLACEHOLDER = getattr(cache_utils, "DummyLayer", ())
 
 
 def cache_name(target: PreTrainedModel) -> str:
@@ -60,7 +62,8 @@ def checked_cache(cache: Cache | None) -> Cache:
         ValueError: no cache, or one with layers whose entries cannot be picked one by one (quantised, recurrent,
             indexed).
     """
-    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", []) if type(layer) not in SUPPORTED_LAYERS}
+    layers = [layer for layer in getattr(cache, "layers", []) if not isinstance(layer, PLACEHOLDER)]
+    kinds = {type(layer).__name__ for layer in layers if type(layer) not in SUPPORTED_LAYERS}
     if not isinstance(cache, Cache) or kinds:
         what = f"layers of type {sorted(kinds)}" if kinds else f"type {type(cache).__name__}"
         raise ValueError(
@@ -252,7 +255,7 @@ class TreeCache:
             layer.reorder(torch.tensor(order), rows)
 
     def _used(self) -> Iterator[TreeLayer]:
-        return (layer for layer in self.layers if layer.is_initialized)
+        return (layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized)
 
 
 @contextmanager
@@ -273,12 +276,15 @@ def growing_trees(cache: Cache, rows: int, window: int | None, limit: int) -> It
     finally:
         trees.keep_all()
         for original, layer in zip(originals, trees.layers, strict=True):
-            if layer.is_initialized:
+            if layer is not original and layer.is_initialized:
                 _give_back(original, layer, trees.width)
         cache.layers = originals
 
 
-def _tree_layer(original: CacheLayerMixin, end: int, window: int | None, limit: int) -> TreeLayer:
+def _tree_layer(original: Any, end: int, window: int | None, limit: int) -> Any:
+    """The tree layer in a cache layer's place; a placeholder stays."""
+    if isinstance(original, PLACEHOLDER):
+        return original
     layer = TreeLayer(window if original.is_sliding else None, limit)
     if original.is_initialized:  # one that shares another's keys and values never is
         stored = end if isinstance(original, StaticLayer) else original.keys.shape[-2]

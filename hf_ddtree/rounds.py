@@ -70,7 +70,7 @@ class SafeRounds:
             elif drafted is not None:
                 check_logits(drafted.logits, len(emissions.live))
                 drafted = drafted.of_vocabulary(self.target.vocab_size)
-                self.figures.broken = self.figures.broken + drafted.logits.isnan().any()
+                self.figures.broken = self.figures.broken + drafted.logits.amax(-1).isnan().any()
         except Exception as error:
             self._failed("drafter", self.drafter, error)
             return None

@@ -17,7 +17,7 @@ from .figures import Figures
 from .rounds import SafeRounds
 from .rules import AcceptanceRule, make_rule
 from .streaming import RoundStreamer, Streaming
-from .target import Target, check_rope, check_target
+from .target import Target, check_inputs, check_rope, check_target
 
 DEEPEST = 64  # no tree is deeper, whatever the drafter
 
@@ -186,6 +186,7 @@ def check_request(
             "leave it out, or generate row by row."
         )
     check_target(model)
+    check_inputs(model, model_kwargs)
     if (positions := model_kwargs.get("position_ids")) is not None:
         # In a batch the row that has most left sets the depth of all trees.
         ahead = (config.draft_block_size or DEEPEST) if len(input_ids) > 1 else 0

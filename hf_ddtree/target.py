@@ -65,6 +65,7 @@ class Target:
 
     def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> torch.Tensor:
         """The library's own prefill; [rows, 1, vocab] logits of trees of the root alone, the prompts' last tokens."""
+        positions = self._prepared_positions(input_ids)
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
         with _collecting_outputs(self.model) as chunks:
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
@@ -76,7 +77,7 @@ class Target:
         self.taps = [torch.cat(taps, dim=1) for taps in zip(*map(self._taps_of, chunks), strict=True)]
         rows = outputs.logits.shape[0]
         self.rows = list(range(rows))
-        last = self.kwargs["position_ids"][..., -1:]
+        last = positions[..., -1:]
         self.root_positions = last.expand(*last.shape[:-2], rows, 1)
         self.slots = int(filled.get_seq_length()) + generation_config.max_length - input_ids.shape[1]
         return outputs.logits[:, -1:]
@@ -189,7 +190,22 @@ class Target:
         return torch.cat([tap.to(device)[rows, tokens] for tap in self.taps], dim=-1)
 
     def _taps_of(self, outputs: ModelOutput) -> list[torch.Tensor]:
+        if self.target_layer_ids and max(self.target_layer_ids) + 1 >= len(outputs.hidden_states):
+            raise ValueError(
+                f"The drafter's `target_layer_ids` is {list(self.target_layer_ids)}, but {type(self.model).__name__} "
+                f"returns those of layers 0..{len(outputs.hidden_states) - 2}. Use a drafter made for this target."
+            )
         return [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
+
+    def _prepared_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The positions that the model's forward gets, which PaliGemma, for one, makes of those that `generate` has."""
+        inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self.kwargs)
+        if (positions := inputs.get("position_ids")) is None:
+            raise ValueError(
+                f"{type(self.model).__name__} is given no `position_ids` in `generate`; siblings share a position, so "
+                "trees need them. Use another target."
+            )
+        return positions
 
 
 @contextmanager
@@ -201,6 +217,16 @@ def _collecting_outputs(model: PreTrainedModel) -> Iterator[list[ModelOutput]]:
         yield outputs
     finally:
         handle.remove()
+
+
+def check_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where an argument of the forward belongs to the prompt's tokens and can't go on to nodes."""
+    for name in ("cross_attention_mask", "aspect_ratio_ids"):
+        if model_kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(model).__name__} looks at images through cross-attention (`{name}`), which trees can't follow; "
+                "give it a text prompt, or use another target."
+            )
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -218,6 +244,11 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} keeps a recurrent state, which can't go back to a branch; use an attention-only target."
         )
     text_config = model.config.get_text_config(decoder=True)
+    if getattr(text_config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise ValueError(
+            f"{name} has `recurrent_kv_cache_mode='last_loop'`, whose keys of cached tokens are others than those of "
+            "tokens in flight; set it to 'per_loop', or use another target."
+        )
     strange = set(layer_types(text_config)) - {"full_attention", "sliding_attention"}
     if strange:
         raise ValueError(

@@ -212,22 +212,22 @@ def _yes(family: str, feature: str) -> str:
 
 INTRODUCTION = """# What works with which target
 
-Written by `python tests/support.py` from the matrix that `tests/test_support.py` runs: each "yes" is a test of that name,
+Written by `python tests/support.py` from the matrix that `tests/test_support.py` runs: each "yes" is a test,
 `test_cell[family-feature]`, which compares tokens in float32 with plain `generate` (with the same keyed noise when
-sampling). "-": the model, or plain `generate` of it, has no such thing. "*": plain `generate` fails at it on transformers before
-5.24.
+sampling). "-": the model, or plain `generate` of it, has no such thing. "*": plain `generate` fails at it before
+transformers 5.24.
 
 """
 NOTES = """
 
 Sliding-window layers: qwen3-sliding, mistral, gpt_oss, gemma2, gemma3. Latent (MLA) layers: deepseek_v2, deepseek_v3,
-kimi_k25. Experts: qwen3_moe, gpt_oss, deepseek_v2, deepseek_v3, kimi_k25. Images and videos are read in the prefill only,
-positions of several numbers (mRoPE: qwen3_vl) are counted on all of them. Other decoder-only families with full or
-sliding attention and positions work by the same code and are not listed because nothing tests them here.
+kimi_k25. Experts: qwen3_moe, gpt_oss, deepseek_v2, deepseek_v3, kimi_k25. Images and videos are read in the prefill
+only; positions of several numbers (mRoPE: qwen3_vl) are counted on all. Other decoder-only families with full or
+sliding attention and positions go through the same code and are not listed because nothing tests them here.
 
 ## Refused before the first forward
 
-With the reason in the error (`tests/test_refused_targets.py` has a test for each; model types as transformers calls them):
+With the reason in the error; `tests/test_refused_targets.py` has a test for each. Model types as transformers has them:
 
 """
 

@@ -90,7 +90,7 @@ def test_the_softcaps_slope_is_in_the_gradient():
     torch.testing.assert_close(torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden))
 
 
-COPIED = {"llama", "qwen3", "qwen3-sliding", "mistral"}
+COPIED = {"llama", "qwen2", "qwen3", "qwen3-sliding", "qwen3_vl", "mistral"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

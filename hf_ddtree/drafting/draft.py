@@ -58,11 +58,9 @@ class Draft:
         Args:
             noise: [rows, depth, vocab] the target's sampling noise, scaled as logits; None = none.
         """
-        logits = self.logits.float()
-        if noise is not None:
-            logits = logits + noise
+        logits = self.logits if noise is None else self.logits.float() + noise
         uniform = min(max(config.tree_temperature, 1e-30), 1e30)  # what float32 can divide by
-        temperature = logits.new_full((logits.shape[1], 1), uniform)
+        temperature = torch.full((logits.shape[1], 1), uniform, device=logits.device)  # float32, and so all below
         if config.draft_temperature is None and noise is None and self.temperatures is not None:
             temperature = self.temperatures[: logits.shape[1]]
         candidates = config.candidates_per_depth
