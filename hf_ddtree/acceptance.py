@@ -47,7 +47,8 @@ class Walk:
         self.children: dict[tuple[int, int], int] = {}
         for node in range(1, len(tokens)):
             self.children.setdefault((parents[node], tokens[node]), node)  # of equal siblings the better one
-        self.path, self.tokens = [0], []
+        self.path: list[int] = [0]
+        self.tokens: list[int] = []
         self.goes_on, self.finished = True, False
 
     @property
@@ -61,7 +62,7 @@ class Walk:
         self.tokens.append(token)
         child = self.children.get((self.node, token))
         self.finished, self.goes_on = finished, not finished and child is not None
-        if self.goes_on:
+        if child is not None and not finished:
             self.path.append(child)
 
     @property

@@ -17,7 +17,7 @@ from .benchmark.prompts import PROMPTS
 from .benchmark.sampling import bench
 from .cli_drafters import add_drafter_commands
 from .configuration import DDTreeConfig
-from .loading import load_drafter, load_target
+from .loading import load_dflash, load_drafter, load_target
 from .models import DFlashDraftModel
 from .models.smollm2 import load_smollm2
 from .streaming import LEGEND, ColourStreamer
@@ -55,7 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="the same for any model and drafter")
     generate.add_argument("prompt")
     generate.add_argument("--model", required=True, help="folder or Hub name of the target")
-    generate.add_argument("--drafter", required=True, help="folder or Hub name of its DFlash drafter")
+    generate.add_argument(
+        "--drafter",
+        required=True,
+        help='folder or Hub name of its DFlash drafter or of a small model with the same tokenizer; or "lookup"',
+    )
     generate.add_argument("--no-race", action="store_true", help="stream only")
     generate.add_argument("--device", default="auto", help="as accelerate's device_map takes it")
     generate.set_defaults(run=_run_generate)
@@ -123,7 +127,7 @@ def _run_generate(options: argparse.Namespace) -> int:
 
 def _run_bench(options: argparse.Namespace) -> int:
     target, tokenizer = load_target(options.model, dtype=getattr(torch, options.dtype), device_map="auto")
-    drafter = load_drafter(options.drafter, target)
+    drafter = load_dflash(options.drafter, target)
     if options.json is not None and not options.json.parent.is_dir():
         raise ValueError(f"`--json {options.json}` is in no folder there is; make it first.")
     held = _held_out(options, target, tokenizer)
@@ -153,29 +157,34 @@ def _held_out(
 def _show(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    drafter: DFlashDraftModel,
+    drafter: PreTrainedModel | None,
     prompts: list[str],
     options: argparse.Namespace,
 ) -> int:
     """Streams the first prompt's answer, races the methods on all prompts, checks in float32; the exit status."""
     if options.seed is not None and not options.temperature:
         raise ValueError(f"`--seed {options.seed}` goes with sampling only; set `--temperature`, or leave it out.")
+    dflash = drafter if isinstance(drafter, DFlashDraftModel) else None
+    if options.temperature and not options.no_race and dflash is None:
+        raise ValueError(
+            f"`--temperature {options.temperature}` races methods of DFlash drafters; add `--no-race` to stream only."
+        )
     inputs = [race.encode(tokenizer, prompt, target.device) for prompt in prompts]
     streamer = ColourStreamer(tokenizer, colour=sys.stdout.isatty())
     print(f"> {prompts[0]}" + (f"   ({LEGEND})" if streamer.colour else ""))
     _stream(target, drafter, inputs[0], streamer, options)
     if options.no_race:
         return 0
-    if options.temperature:
+    if options.temperature and dflash is not None:
         options.temperatures, options.scan, options.json = [options.temperature], False, None
-        return bench(target, drafter, [each["input_ids"][0] for each in inputs], options)
+        return bench(target, dflash, [each["input_ids"][0] for each in inputs], options)
     _race(target, drafter, inputs, options)
     return _check_float32(target, drafter, inputs, options)
 
 
 def _stream(
     target: PreTrainedModel,
-    drafter: DFlashDraftModel,
+    drafter: PreTrainedModel | None,
     prompt: dict[str, torch.Tensor],
     streamer: ColourStreamer,
     options: argparse.Namespace,
@@ -186,6 +195,7 @@ def _stream(
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(sampling),
         return_dict_in_generate=True,
+        drafter="lookup" if drafter is None else None,
         **sampling,
     )
     result = target.generate(
@@ -204,7 +214,7 @@ def _stream(
 
 def _race(
     target: PreTrainedModel,
-    drafter: DFlashDraftModel,
+    drafter: PreTrainedModel | None,
     inputs: list[dict[str, torch.Tensor]],
     options: argparse.Namespace,
 ) -> None:
@@ -214,7 +224,10 @@ def _race(
     where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
     print(f"greedy, {target.dtype}, {where}, up to {options.max_new_tokens} tokens, {len(inputs)} prompt(s):")
     print(race.table(rows))
-    print("(the library's chain slices a 3D tensor for the head; some CPUs copy the head's weight for that each round)")
+    if isinstance(drafter, DFlashDraftModel):
+        print(
+            "(the library's chain slices a 3D tensor for the head; some CPUs copy the head's weight for it each round)"
+        )
     for name, run in runs.items():
         for index, ids in run.ids.items():
             plain = runs[race.PLAIN].ids[index]
@@ -229,7 +242,7 @@ def _race(
 
 def _check_float32(
     target: PreTrainedModel,
-    drafter: DFlashDraftModel,
+    drafter: PreTrainedModel | None,
     inputs: list[dict[str, torch.Tensor]],
     options: argparse.Namespace,
 ) -> int:

@@ -3,13 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .models import DFlashDraftModel
 from .models.smollm2 import smollm2_path
 
 
-def model_name(model: str) -> str | Path:
+def model_name(model: str | Path) -> str | Path:
     """The folder or Hub name that `--model` means; `smollm2` is the demo's target."""
     return smollm2_path() if model == "smollm2" else model
 
@@ -31,16 +37,36 @@ def load_target(model: str, **options: Any) -> tuple[PreTrainedModel, PreTrained
         raise ValueError(f"`--model {model}` can't be loaded; {_found(model)}: {_first_line(error)}") from error
 
 
-def load_drafter(drafter: str | Path, target: PreTrainedModel) -> DFlashDraftModel:
-    """The drafter that `--drafter` names, in the target's dtype and on its device.
+def load_drafter(drafter: str | Path, target: PreTrainedModel) -> PreTrainedModel | None:
+    """The drafter that `--drafter` names, in the target's dtype and on its device: a DFlash drafter, or any causal LM.
+
+    Returns:
+        None for "lookup", which needs no model.
 
     Raises:
         ValueError: it can't be loaded.
     """
+    if drafter == "lookup":
+        return None
     try:
-        return DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype).to(target.device)
+        kind = AutoModelForCausalLM if _is_causal_lm(model_name(drafter)) else DFlashDraftModel
+        return kind.from_pretrained(model_name(drafter), dtype=target.dtype).to(target.device)
     except (OSError, ValueError) as error:
         raise ValueError(f"`--drafter {drafter}` can't be loaded; {_found(drafter)}: {_first_line(error)}") from error
+
+
+def load_dflash(drafter: str | Path, target: PreTrainedModel) -> DFlashDraftModel:
+    """The same where nothing but a DFlash drafter will do; raises ValueError for others."""
+    loaded = load_drafter(drafter, target)
+    if not isinstance(loaded, DFlashDraftModel):
+        raise ValueError(f"`--drafter {drafter}` is no DFlash drafter, and this measures those; name one.")
+    return loaded
+
+
+def _is_causal_lm(name: str | Path) -> bool:
+    config, _ = PreTrainedConfig.get_config_dict(name)
+    is_drafter = {"dflash_config", "block_size", "speculators_config"} & set(config)
+    return not is_drafter and any(each.endswith("ForCausalLM") for each in config.get("architectures") or [])
 
 
 def _found(name: str | Path) -> str:

@@ -61,7 +61,7 @@ class SafeRounds:
     def draft(self, emissions: Emissions) -> Draft | Tree | None:
         """The drafter's answer; None where it failed or there is nothing to ask."""
         depth = emissions.remaining - 1
-        if depth < 1 or self.rests:
+        if depth < 1 or self.rests or self.pending is None:
             return None
         try:
             drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise))

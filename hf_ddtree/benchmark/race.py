@@ -16,6 +16,7 @@ from ..configuration import DDTreeConfig
 from ..models import DFlashDraftModel
 
 PLAIN = "plain generate"
+Method = tuple[GenerationConfig, PreTrainedModel | None]  # and its `assistant_model`
 
 
 @dataclass
@@ -39,17 +40,32 @@ class Run:
         return self.committed.total() / max(self.rounds.total(), 1)
 
 
-def contenders(
-    drafter: DFlashDraftModel, budgets: list[int], max_new_tokens: int
-) -> dict[str, tuple[GenerationConfig, DFlashDraftModel | None]]:
-    """Methods by name: plain decoding, the library's DFlash chain, our chain, our trees; all greedy."""
+def contenders(drafter: PreTrainedModel | None, budgets: list[int], max_new_tokens: int) -> dict[str, Method]:
+    """Methods by name: plain decoding, the library's own with this drafter, our chain of DFlash, our trees; all greedy.
+
+    Args:
+        drafter: None = lookup.
+    """
     common = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    depth = drafter.config.block_size - 1
+    trees: dict[str, Any] = {"drafter": "lookup"} if drafter is None else {}
+    rivals: dict[str, Method]
+    if drafter is None:
+        rivals = {"transformers' prompt lookup": (GenerationConfig(prompt_lookup_num_tokens=10, **common), None)}
+    elif isinstance(drafter, DFlashDraftModel):
+        depth = drafter.config.block_size - 1
+        rivals = {
+            "transformers' DFlash chain": (GenerationConfig(speculation_type="dflash", **common), drafter),
+            "DDTree code, chain": (DDTreeConfig(tree_budget=depth, tree_top_k=1, **common), drafter),
+        }
+    else:
+        rivals = {"transformers' assistant": (GenerationConfig(**common), drafter)}
     return {
         PLAIN: (GenerationConfig(**common), None),
-        "transformers' DFlash chain": (GenerationConfig(speculation_type="dflash", **common), drafter),
-        "DDTree code, chain": (DDTreeConfig(tree_budget=depth, tree_top_k=1, **common), drafter),
-        **{f"DDTree, budget {budget}": (DDTreeConfig(tree_budget=budget, **common), drafter) for budget in budgets},
+        **rivals,
+        **{
+            f"DDTree, budget {budget}": (DDTreeConfig(tree_budget=budget, **trees, **common), drafter)
+            for budget in budgets
+        },
     }
 
 
@@ -66,7 +82,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device
 def race(
     target: PreTrainedModel,
     prompts: list[dict[str, torch.Tensor]],
-    methods: dict[str, tuple[GenerationConfig, DFlashDraftModel | None]],
+    methods: dict[str, Method],
     repeats: int,
 ) -> dict[str, Run]:
     """Runs every method on every prompt, `repeats` times, in an order that rotates from turn to turn.
@@ -105,12 +121,13 @@ def race(
 
 
 @contextmanager
-def in_float32(*models: PreTrainedModel) -> Iterator[None]:
+def in_float32(*models: PreTrainedModel | None) -> Iterator[None]:
     """Runs the block with the models in float32; then every weight and buffer is what it was, to the bit.
 
     A model's own `.to(bfloat16)` would round what it keeps in float32, such as RoPE's frequencies.
     """
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    used = [model for model in models if model is not None]
+    tensors = [tensor for model in used for tensor in (*model.parameters(), *model.buffers())]
     dtypes = [tensor.dtype for tensor in tensors]
     for tensor in tensors:
         if tensor.is_floating_point():

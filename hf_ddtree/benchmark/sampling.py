@@ -20,10 +20,11 @@ LEGEND = (
     "multiple of the paper's rule. All sample the whole vocabulary (top_k=0); chains draft one block at any budget."
 )
 UPSTREAM, PAPER, COUPLED = "transformers' DFlash chain", "DDTree, paper's rule", "DDTree, coupled"
-Method = tuple[GenerationConfig, DFlashDraftModel | None]
 
 
-def contenders(drafter: DFlashDraftModel, temperature: float, budget: int, max_new_tokens: int) -> dict[str, Method]:
+def contenders(
+    drafter: DFlashDraftModel, temperature: float, budget: int, max_new_tokens: int
+) -> dict[str, race.Method]:
     """Sampling methods by name; all sample the whole vocabulary at `temperature`."""
     common = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": max_new_tokens}
     chain = {"tree_shape": "chain", **common}

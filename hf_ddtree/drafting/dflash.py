@@ -41,16 +41,12 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig, rows: int = 1):
         check_drafter(drafter, target, config)
         self.drafter, self.target, self.config = drafter, target, config
+        self.target_layer_ids = drafter.config.target_layer_ids
         self.block_size = config.draft_block_size or drafter.config.block_size
         self.cache = Cache(layers=[TreeLayer(self._window(kind)) for kind in drafter.config.layer_types])
         self.trees = TreeCache(self.cache.layers, rows)
         self.corrections = Corrections(drafter, target, config)
         self.temperatures = calibrated_temperatures(drafter, target.device)
-
-    @property
-    def target_layer_ids(self) -> list[int]:
-        """Target layers whose outputs `draft` wants in its context."""
-        return self.drafter.config.target_layer_ids
 
     def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
         """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
