@@ -112,13 +112,20 @@ def root_tree(tokens: torch.Tensor) -> Tree:
     return Tree(tokens, zeros, zeros, zeros.double())
 
 
-def top_marginals(logits: torch.Tensor, top_k: int) -> Marginals:
+def top_marginals(logits: torch.Tensor, top_k: int, temperature: torch.Tensor | None = None) -> Marginals:
     """Cuts draft logits [batch, depth, vocab] to the `top_k` best tokens of each depth.
 
     Log-probabilities are float32 and normalised over the full vocabulary. A depth with a NaN gets -inf throughout: its
     nodes are drafted last and can only cost time.
+
+    Args:
+        temperature: [depth, 1] float32, which the logits are divided by; None = 1.
     """
-    logits = logits.float()
+    if logits.device.type == "cpu" and len(logits) > 1:
+        # A row of 7 x 49k fits into a core's cache: 0.4 ms each, where eight at once take 1.2 ms each (2-core EPYC).
+        rows = [top_marginals(row[None], top_k, temperature) for row in logits]
+        return Marginals(torch.cat([row.tokens for row in rows]), torch.cat([row.log_probs for row in rows]))
+    logits = logits.float() if temperature is None else logits / temperature
     tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1).indices
     log_probs = logits.log_softmax(-1).gather(-1, tokens)  # half the time of logsumexp on a CPU
     # Rounding may leave a certain token a hair above 0, which would rank a child before its parent.

@@ -66,7 +66,7 @@ class Draft:
         candidates = config.candidates_per_depth
         if self.corrections and config.tree_top_k is None:
             candidates = max(candidates, CORRECTED_CANDIDATES)
-        marginals = top_marginals(logits / temperature, candidates)
+        marginals = top_marginals(logits, candidates, temperature)
         if not self.corrections or marginals.tokens.shape[1] == 0:
             return marginals
         children = marginals.tokens
