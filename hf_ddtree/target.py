@@ -67,6 +67,8 @@ class Target:
         """The library's own prefill; [rows, 1, vocab] logits of trees of the root alone, the prompts' last tokens."""
         positions = self._prepared_positions(input_ids)
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
+        if self.target_layer_ids and getattr(self.model.config.get_text_config(), "num_kv_shared_layers", 0):
+            kwargs["logits_to_keep"] = 0  # for fewer logits Gemma 4 skips all tokens but these in its last layers
         with _collecting_outputs(self.model) as chunks:
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
         filled = output_cache(outputs)
