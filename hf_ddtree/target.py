@@ -1,6 +1,7 @@
 """The target's side of a round: prefill, the tree forward, and the commit to its cache."""
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,16 +68,17 @@ class Target:
         """The library's own prefill; [rows, 1, vocab] logits of trees of the root alone, the prompts' last tokens."""
         positions = self._prepared_positions(input_ids)
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
-        if self.target_layer_ids and getattr(self.model.config.get_text_config(), "num_kv_shared_layers", 0):
+        shares = getattr(self.model.config.get_text_config(), "num_kv_shared_layers", None)
+        if shares and self.target_layer_ids:
             kwargs["logits_to_keep"] = 0  # for fewer logits Gemma 4 skips all tokens but these in its last layers
-        with _collecting_outputs(self.model) as chunks:
+        with _collecting_outputs(self.model, bool(generation_config.prefill_chunk_size)) as chunks:
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
         filled = output_cache(outputs)
         if filled is None or filled is not self.cache or int(filled.get_seq_length()) == 0:
             raise RuntimeError(
                 f"{type(self.model).__name__} did not fill the cache it was given; trees need one it fills."
             )
-        self.taps = [torch.cat(taps, dim=1) for taps in zip(*map(self._taps_of, chunks), strict=True)]
+        self.taps = [torch.cat(taps, dim=1) for taps in zip(*map(self._taps_of, chunks or [outputs]), strict=True)]
         rows = outputs.logits.shape[0]
         self.rows = list(range(rows))
         last = positions[..., -1:]
@@ -211,10 +213,19 @@ class Target:
 
 
 @contextmanager
-def _collecting_outputs(model: PreTrainedModel) -> Iterator[list[ModelOutput]]:
-    """The outputs of the block's forwards: the library's chunked prefill returns the last chunk's only."""
+def _collecting_outputs(model: PreTrainedModel, in_chunks: bool) -> Iterator[list[ModelOutput]]:
+    """The outputs of the block's forwards, if the prompt goes in chunks: the library returns the last one's only."""
     outputs: list[ModelOutput] = []
-    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    if not in_chunks:
+        yield outputs
+        return
+    thread = threading.get_ident()
+
+    def collect(module: torch.nn.Module, inputs: Any, output: ModelOutput) -> None:
+        if threading.get_ident() == thread:  # another thread may generate with the same model
+            outputs.append(output)
+
+    handle = model.register_forward_hook(collect)
     try:
         yield outputs
     finally:
