@@ -114,6 +114,8 @@ FAMILIES: dict[str, dict] = {
         "vision_end_token_id": VISION_END,
     },
 }
+# One of each kind of attention and cache, for suites too long to run with all.
+CORE_FAMILIES = ("llama", "qwen3", "qwen3-sliding", "mistral", "gpt_oss", "gemma3", "deepseek_v3", "kimi_k25")
 IMAGE_FAMILIES = ("gemma3-images", "kimi_k25", "qwen3_vl")
 PIXEL_INPUTS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 _MEDIA = {  # what follows a grid in names: images and videos

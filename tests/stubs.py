@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from families import FAMILIES, HIDDEN, IMAGE_FAMILIES, LAYERS, VOCAB  # noqa: F401 - tests take them from here
+from families import CORE_FAMILIES, FAMILIES, HIDDEN, IMAGE_FAMILIES, LAYERS, VOCAB  # noqa: F401 - tests take them from here
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoConfig,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from stubs import FAMILIES, decode, greedy, make_context, make_stub, make_target
+from stubs import CORE_FAMILIES, decode, greedy, make_context, make_stub, make_target
 
 from hf_ddtree.cache import cache_name, output_cache
 from hf_ddtree.drafting import DDTreeCandidateGenerator
@@ -20,7 +20,7 @@ ATTENTION = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE_FAMILIES)
 def family(request):
     target = make_target(request.param)
     return target, greedy(target, LONG, 40)[0]

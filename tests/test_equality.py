@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stubs import FAMILIES, STUBS, make_stub, make_target
+from stubs import CORE_FAMILIES, STUBS, make_stub, make_target
 
 from hf_ddtree import DDTreeConfig
 
@@ -14,7 +14,7 @@ def plain(target, ids, new_tokens, **kwargs):
     return target.generate(ids, do_sample=False, max_new_tokens=new_tokens, **kwargs)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE_FAMILIES)
 def family(request):
     target = make_target(request.param)
     return target, plain(target, PROMPT, 48)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from keyed import Recorder, drafter_of, sampled
-from stubs import FAMILIES, STUBS, decode, greedy, make_stub, make_target
+from stubs import CORE_FAMILIES, STUBS, decode, greedy, make_stub, make_target
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,7 +27,7 @@ SAMPLING = {"do_sample": True, "max_new_tokens": NEW}
 
 def soft_target(family):
     """A target with flat distributions, so that sampling is not greedy in disguise."""
-    fields, soft = FAMILIES[family], {"initializer_range": 0.2}
+    fields, soft = CORE_FAMILIES[family], {"initializer_range": 0.2}
     if "text_config" in fields:
         return make_target(family, text_config={**fields["text_config"], **soft})
     return make_target(family, seed=10, **soft)
@@ -57,14 +57,14 @@ def plain(soft):
 CASES = ((0, 0.3), (1, 1.0), (2, 2.0))  # seed, temperature
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE_FAMILIES)
 def family(request):
     target = soft_target(request.param)
     texts = [sampled(target, PROMPT, NEW, seed, temperature=temperature) for seed, temperature in CASES]
     others = [sampled(target, PROMPT, NEW, seed + 3, temperature=temperature) for seed, temperature in CASES]
     greedy_text = greedy(target, PROMPT, NEW)
     assert len({tuple(text[0].tolist()) for text in (greedy_text, *texts, *others)}) == 7
-    return list(FAMILIES).index(request.param), target, texts
+    return list(CORE_FAMILIES).index(request.param), target, texts
 
 
 @pytest.mark.parametrize("kind", KINDS)
