@@ -87,7 +87,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         emissions = Emissions(input_ids, logits_processor, stopping_criteria, generation_config, padding)
         seed = draw_seed(generation_config)
         rule = make_rule(generation_config, emissions, seed)
-        figures = Figures(emissions, self.device if generation_config.synchronize_stages else None)
+        figures = Figures(emissions, input_ids.device if generation_config.synchronize_stages else None)
         rounds = SafeRounds(target, drafter, rule, figures)
         decode_rounds(target, rounds, rule, emissions, figures, Streaming(streamer, emissions))
     finally:

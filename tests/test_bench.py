@@ -98,6 +98,20 @@ def test_bench_sampling_prints_tables_and_json(folders, capsys, tmp_path):
     assert len(record["scan at 0.7"]) == len(coupling.SCALES) * len(coupling.DRAFT_TEMPERATURES)
 
 
+@pytest.mark.parametrize("mixed", [[], ["--mixed"]], ids=["equal", "mixed"])
+def test_fault_60_bench_batch_prints_speed_and_accepted_length(folders, capsys, tmp_path, mixed):
+    extra = ["--batches", "1", "3", "--budgets", "4", "--json", str(tmp_path / "out.json"), *mixed]
+    assert bench(folders, *extra, what="batch") == 0
+    out = capsys.readouterr().out
+    assert "rows of one batch, identical to plain decoding of each row alone" in out
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["batch"], row["method"]) for row in rows] == [
+        (size, name) for size in (1, 3) for name in ("plain generate", "DDTree, budget 4")
+    ]
+    assert all(row["tokens_per_second"] > 0 and row["acceptance_length"] >= 1 for row in rows)
+    assert rows[0]["acceptance_length"] == rows[2]["acceptance_length"] == 1
+
+
 @pytest.mark.parametrize("extra", [["--temperatures", "-1"], ["--budget", "-2"]], ids=["temperature", "budget"])
 def test_bench_refuses_bad_values_in_one_line(folders, capsys, extra):
     assert bench(folders, *extra) == 1

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from keyed import Recorder, drafter_of, sampled
-from stubs import CORE_FAMILIES, STUBS, decode, greedy, make_stub, make_target
+from stubs import CORE_FAMILIES, FAMILIES, STUBS, decode, greedy, make_stub, make_target
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,7 +27,7 @@ SAMPLING = {"do_sample": True, "max_new_tokens": NEW}
 
 def soft_target(family):
     """A target with flat distributions, so that sampling is not greedy in disguise."""
-    fields, soft = CORE_FAMILIES[family], {"initializer_range": 0.2}
+    fields, soft = FAMILIES[family], {"initializer_range": 0.2}
     if "text_config" in fields:
         return make_target(family, text_config={**fields["text_config"], **soft})
     return make_target(family, seed=10, **soft)

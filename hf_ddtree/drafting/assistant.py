@@ -13,7 +13,7 @@ from ..configuration import DDTreeConfig
 from ..masks import visible_slots
 from ..target import check_target
 from ..tree import Tree, root_tree
-from .drafter import Drafter, Request
+from .drafter import Drafter, Request, device_of
 
 DEPTH = 5  # levels, unless `draft_block_size` says otherwise: each is a forward of the assistant
 CHUNK = 512  # tokens of a long prompt that go through the assistant at once; bounds the mask's size
@@ -111,7 +111,8 @@ class AssistantDrafter(Drafter):
     def draft(self, request: Request) -> Tree:
         """One forward for what was committed, and one for each deeper level."""
         depth, budget = min(self.depth, request.max_depth), self.config.tree_budget
-        roots, device = request.roots, self.assistant.device
+        roots = request.roots
+        device = device_of(self.assistant, roots.device)
         try:
             logits = self._read(request.texts)[:, None]  # [rows, 1, vocab]
             noise = request.noise(depth, logits.expand(-1, depth, -1).to(roots.device))
@@ -142,7 +143,7 @@ class AssistantDrafter(Drafter):
         new = [text[end:] for text, end in zip(texts, self.trees.ends.tolist(), strict=True)]
         longest = max(map(len, new))
         rows = [torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in new]  # all end in the last column
-        tokens = torch.stack(rows).to(self.assistant.device)
+        tokens = torch.stack(rows).to(device_of(self.assistant, texts[0].device))
         padding = torch.tensor([longest - len(ids) for ids in new], device=tokens.device)[:, None]
         for start in range(0, longest, CHUNK):
             column = torch.arange(start, min(start + CHUNK, longest), device=tokens.device)

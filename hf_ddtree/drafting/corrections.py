@@ -103,7 +103,7 @@ def logits_of_change(
 
 def _called_logits(target: PreTrainedModel, states: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
     """The same of quantised and sharded heads, which can only be called: the whole vocabulary, then the children's."""
-    flat = states.flatten(0, 1).to(target.device, target.dtype)
+    flat = states.flatten(0, 1).to(children.device, target.dtype)
     whole = head_logits(target, flat).float().view(*states.shape[:2], -1).to(children.device)
     return whole.gather(2, children[:, None].expand(-1, states.shape[1], -1))
 

@@ -18,7 +18,7 @@ from ..models.head import head_logits
 from ..tree import Tree, build_tree, root_tree
 from .corrections import Corrections
 from .draft import Draft, calibrated_temperatures
-from .drafter import Drafter, Request
+from .drafter import Drafter, Request, device_of
 
 
 class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
@@ -46,7 +46,7 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         self.cache = Cache(layers=[TreeLayer(self._window(kind)) for kind in drafter.config.layer_types])
         self.trees = TreeCache(self.cache.layers, rows)
         self.corrections = Corrections(drafter, target, config)
-        self.temperatures = calibrated_temperatures(drafter, target.device)
+        self.temperatures = calibrated_temperatures(drafter, device_of(target, torch.device("cpu")))
 
     def get_candidates(self, input_ids: torch.LongTensor, context: Context, max_depth: int, **kwargs: Any) -> Tree:
         """The paper's tree in one call, for loops other than ours: `draft`, then the best-first search."""
@@ -90,19 +90,20 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         Returns:
             Logits [rows, block_size - 1, vocab] and the drafter's states [rows, block_size - 1, hidden] they come from.
         """
-        device, block = self.drafter.device, self.block_size
+        device, block = device_of(self.drafter, root_tokens.device), self.block_size
         noise_ids = root_tokens.new_full((len(root_tokens), block), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
         lengths = torch.tensor(context.lengths, device=context.positions.device)[:, None]
         last = context.positions.gather(1, (lengths - 1).clamp(min=0))
         block_positions = last + torch.arange(1, block + 1, device=last.device)
         positions = torch.cat([context.positions, block_positions], dim=1)
+        masks = self._masks(context.lengths, context.positions.shape[1])
         try:
             hidden = self.drafter(
                 noise_embeds=noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(device),
                 context_hidden_states=context.hidden_states.to(device),
                 position_ids=positions.to(device),
-                attention_mask=self._masks(context.lengths, context.positions.shape[1]),
+                attention_mask={kind: mask if mask is None else mask.to(device) for kind, mask in masks.items()},
                 cache=self.cache,
             ).last_hidden_state
         except BaseException:
@@ -146,7 +147,7 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
             ahead = places[:, None] - places[:, new:, None]  # [rows, block, new + block]
             appended = own[:, None] & (ahead < (1 if causal else window or self.block_size))
             cached = Cached(visible[:, layer.first :], layer.first)
-            masks[kind] = slot_mask(cached, appended, places, self.drafter.dtype, window).to(self.drafter.device)
+            masks[kind] = slot_mask(cached, appended, places, self.drafter.dtype, window)
         return masks
 
 

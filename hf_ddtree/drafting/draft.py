@@ -62,7 +62,7 @@ class Draft:
         uniform = min(max(config.tree_temperature, 1e-30), 1e30)  # what float32 can divide by
         temperature = torch.full((logits.shape[1], 1), uniform, device=logits.device)  # float32, and so all below
         if config.draft_temperature is None and noise is None and self.temperatures is not None:
-            temperature = self.temperatures[: logits.shape[1]]
+            temperature = self.temperatures[: logits.shape[1]].to(logits.device)
         candidates = config.candidates_per_depth
         if self.corrections and config.tree_top_k is None:
             candidates = max(candidates, CORRECTED_CANDIDATES)

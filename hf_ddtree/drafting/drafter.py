@@ -40,6 +40,11 @@ class Request:
         return torch.stack([text[-1:] for text in self.texts])
 
 
+def device_of(model: PreTrainedModel, otherwise: torch.device) -> torch.device:
+    """Where a model's inputs go; `otherwise` where accelerate moves its weights in and out, and inputs with them."""
+    return otherwise if model.device.type == "meta" else model.device
+
+
 class Drafter:
     """Base class of drafters; an instance of it goes to `generate` as `assistant_model`.
 
