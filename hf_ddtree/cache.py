@@ -258,6 +258,20 @@ class TreeCache:
         return (layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized)
 
 
+def check_room(cache: Cache, slots: int) -> None:
+    """Raises ValueError if a static cache can't hold the tokens of a call.
+
+    Args:
+        slots: that the call may commit in all.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer) and not layer.is_sliding and layer.max_cache_len < slots:
+            raise ValueError(
+                f"`max_cache_len` of the static cache is {layer.max_cache_len} and the call may fill {slots}; give a "
+                "larger cache, or lower `max_new_tokens` or `max_length`."
+            )
+
+
 @contextmanager
 def growing_trees(cache: Cache, rows: int, window: int | None, limit: int) -> Iterator[TreeCache]:
     """Puts tree layers in the place of a cache's own, which at the end hold what was committed.
@@ -293,13 +307,19 @@ def _tree_layer(original: Any, end: int, window: int | None, limit: int) -> Any:
     return layer
 
 
+def _trimmed(states: torch.Tensor) -> torch.Tensor:
+    """The states, copied where the buffer behind them is a quarter larger: the cache may be kept, copied and saved."""
+    held, shown = states.untyped_storage().nbytes(), states.numel() * states.element_size()
+    return states.clone() if held > 1.25 * shown else states
+
+
 def _give_back(original: CacheLayerMixin, layer: TreeLayer, end: int) -> None:
     keys, values = layer.keys, layer.values
     if not isinstance(original, StaticLayer):
         if isinstance(original, DynamicSlidingWindowLayer):
             keys, values = (states[..., -original.sliding_window + 1 :, :] for states in (keys, values))
             original.cumulative_length = end
-        original.keys, original.values = keys, values
+        original.keys, original.values = _trimmed(keys), _trimmed(values)
         return
     stored = min(end, original.max_cache_len)  # the last slots, newest last
     held = min(stored, keys.shape[-2])  # a window's oldest slot is never read again and may be gone

@@ -27,6 +27,7 @@ class Emission:
 
     Attributes:
         ended: per row, whether its text is complete.
+        last_tokens: per row, the last token of its own, not of the padding after its end.
         scores, raw_logits: per step [rows, vocab] float32, after and before the processors; None if not asked. Rows
             that had ended have zeros.
     """
@@ -44,6 +45,7 @@ class Emission:
         self.max_length = config.max_length
         self.buffer = input_ids  # [rows, capacity]; grows by doubling
         self.ended = [False] * len(input_ids)
+        self.last_tokens = [0] * len(input_ids)
         self.flagged = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         self.pad_token = pad_token(config)
         self.pads = _has_eos(criteria)  # else rows write on until all may end
@@ -85,6 +87,9 @@ class Emission:
                 "The logits processors left no token to sample: all scores are -inf, or one is NaN. Relax the "
                 "constraints, or look for NaN in the model's logits."
             )
+        self.last_tokens = [
+            last if ended else token for last, token, ended in zip(self.last_tokens, tokens, self.ended, strict=True)
+        ]
         if self.raw_logits is not None:
             self.raw_logits.append(logits)
         if self.scores is not None:
@@ -164,13 +169,14 @@ class Emissions:
 
     @property
     def texts(self) -> list[torch.Tensor]:
-        """Per live row [length] its ids, padding left out."""
-        return [group.text(row) for group, row in self.live]
+        """Per live row [length] its ids, padding left out; copies, so that a drafter can't write into the text."""
+        return [group.text(row).clone() for group, row in self.live]
 
     @property
     def last_tokens(self) -> torch.Tensor:
         """[batch, 1] the last token of every row, its end token where it ended before others."""
-        return torch.cat([group.ids[:, -1:] for group in self.groups])
+        last = [token for group in self.groups for token in group.last_tokens]
+        return torch.tensor(last, device=self.prompts.device)[:, None]
 
     @property
     def remaining(self) -> int:

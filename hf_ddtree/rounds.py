@@ -40,11 +40,19 @@ class SafeRounds:
             return
         mask, rows = self.target.prompt_mask, self.figures.rows
         lengths = [length] * rows if mask is None else mask[:, :length].sum(1).tolist()
-        self.pending = self.drafter.resume(left, lengths)
+        try:
+            self.pending = self.drafter.resume(left, lengths)
+        except Exception as error:
+            self._failed("memory of the drafter", self.drafter, error)
 
     def leave(self) -> None:
         """At the end: the drafter leaves what it knows with the cache."""
-        setattr(self.target.cache, LEFT, self.drafter.leave(self.pending))
+        left = None
+        try:
+            left = None if self.rests else self.drafter.leave(self.pending)
+        except Exception as error:
+            self._failed("memory of the drafter", self.drafter, error)
+        setattr(self.target.cache, LEFT, left)
 
     def learn(self, context: Context) -> None:
         """What was committed, which the drafter is told when it is asked next."""
@@ -55,7 +63,11 @@ class SafeRounds:
         """Goes on with those of the live rows."""
         if len(rows) < len(self.target.rows):
             self.target.keep(rows)
-            self.drafter.keep(rows)
+            try:
+                self.drafter.keep(rows)
+            except Exception as error:  # it no longer knows which rows it is asked about
+                self._failed("memory of the drafter", self.drafter, error)
+                self.failures = MOST_FAILURES
             self.pending = None if self.pending is None else self.pending.keep(rows)
 
     def draft(self, emissions: Emissions) -> Draft | Tree | None:
@@ -74,13 +86,14 @@ class SafeRounds:
         except Exception as error:
             self._failed("drafter", self.drafter, error)
             return None
-        self.pending, self.failures = None, 0
+        self.pending = None
         return drafted
 
     def build(self, roots: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
         """The rule's trees; the roots alone where they can't be built."""
         try:
             tree = self.rule.build(roots, drafted)
+            self.failures = 0 if drafted is not None else self.failures
         except Exception as error:
             self._failed("tree of the drafter", self.drafter, error)
             tree = self.rule.build(roots, None)

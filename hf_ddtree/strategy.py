@@ -19,8 +19,6 @@ from .rules import AcceptanceRule, make_rule
 from .streaming import RoundStreamer, Streaming
 from .target import Target, check_inputs, check_rope, check_target
 
-DEEPEST = 64  # no tree is deeper, whatever the drafter
-
 
 @dataclass
 class DDTreeOutput(GenerateDecoderOnlyOutput):
@@ -188,9 +186,7 @@ def check_request(
     check_target(model)
     check_inputs(model, model_kwargs)
     if (positions := model_kwargs.get("position_ids")) is not None:
-        # In a batch the row that has most left sets the depth of all trees.
-        ahead = (config.draft_block_size or DEEPEST) if len(input_ids) > 1 else 0
-        check_rope(model, int(positions.max()) + 1 + config.max_length - input_ids.shape[1] + ahead)
+        check_rope(model, int(positions.max()) + 1 + config.max_length - input_ids.shape[1])
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import Accepted
 from .attention import LayerKinds, layer_types
-from .cache import TreeCache, cache_name, checked_cache, growing_trees, output_cache
+from .cache import TreeCache, cache_name, check_room, checked_cache, growing_trees, output_cache
 from .context import Context
 from .masks import visible_slots
 from .tree import Tree, root_tree
@@ -52,6 +52,7 @@ class Target:
         self.vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
         self.rows: list[int] = []  # of the batch, those that are live, in the order of trees
         self.root_positions = torch.empty(0)  # [..., batch, 1], as `position_ids`
+        self.last_positions = torch.empty(0)  # the same, of the last token that `max_length` leaves to each row
         self.slots = 0  # that will ever be committed
         self.taps: list[torch.Tensor] = []  # of the last forward, [live rows, tokens, hidden] each
         self.after_prefill = True
@@ -67,6 +68,9 @@ class Target:
     def prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> torch.Tensor:
         """The library's own prefill; [rows, 1, vocab] logits of trees of the root alone, the prompts' last tokens."""
         positions = self._prepared_positions(input_ids)
+        embedded = self.kwargs.get("inputs_embeds")
+        prompt = max(input_ids.shape[1], 0 if embedded is None else embedded.shape[1])
+        check_room(self.cache, prompt + generation_config.max_length - input_ids.shape[1] - 1)
         kwargs = {**self.kwargs, "output_hidden_states": self.output_hidden_states}
         shares = getattr(self.model.config.get_text_config(), "num_kv_shared_layers", None)
         if shares and self.target_layer_ids:
@@ -83,6 +87,7 @@ class Target:
         self.rows = list(range(rows))
         last = positions[..., -1:]
         self.root_positions = last.expand(*last.shape[:-2], rows, 1)
+        self.last_positions = self.root_positions + max(generation_config.max_length - input_ids.shape[1] - 1, 0)
         self.slots = int(filled.get_seq_length()) + generation_config.max_length - input_ids.shape[1]
         return outputs.logits[:, -1:]
 
@@ -109,7 +114,7 @@ class Target:
             outputs = self.model(
                 input_ids=tree.tokens,
                 attention_mask=self.kinds.masks(self.trees, visible, tree.ancestors(), ends[:, None] + tree.depths),
-                position_ids=self.root_positions[..., self.rows, :] + tree.depths,
+                position_ids=self._positions(tree),
                 use_cache=True,
                 output_hidden_states=self.output_hidden_states,
                 return_dict=True,
@@ -166,6 +171,13 @@ class Target:
         if any(early):
             self.verify(root_tree(last_tokens))
             self.trees.commit([[0] if ended else [] for ended in early])
+
+    def _positions(self, tree: Tree) -> torch.Tensor:
+        """Of the nodes. What is drafted past a row's greatest length can't be accepted, and must not reach positions
+        that the model may not have.
+        """
+        positions = self.root_positions[..., self.rows, :] + tree.depths
+        return torch.minimum(positions, self.last_positions[..., self.rows, :])
 
     def _live(self, value: Any) -> Any:
         """The live rows of a batch's tensor."""

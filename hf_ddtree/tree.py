@@ -93,6 +93,8 @@ class Tree:
 def check_trees(tree: Tree, roots: torch.Tensor, vocab_size: int) -> None:
     """Raises ValueError unless it is a tree per root that a forward can take; for trees that a drafter made itself."""
     tokens, parents, depths = tree.tokens, tree.parents, tree.depths
+    if any(field.dtype != torch.int64 for field in (tokens, parents, depths)) or tree.scores.shape != tokens.shape:
+        raise ValueError("tokens, parents and depths must be int64, and scores of their shape")
     if tokens.shape != parents.shape or tokens.shape != depths.shape or tokens.shape[:1] != roots.shape[:1]:
         raise ValueError(f"tokens, parents and depths are {[list(each.shape) for each in (tokens, parents, depths)]}")
     nodes = torch.arange(tokens.shape[1], device=parents.device)

@@ -7,6 +7,8 @@ from stubs import decode, greedy, make_drafter, make_stub, make_target, make_tok
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -330,6 +332,19 @@ def test_fault_26_scores_of_a_batch(qwen):
         torch.testing.assert_close(*transitions, atol=1e-4, rtol=1e-4)
 
 
+def test_trees_of_a_batch_do_not_leave_the_models_positions():
+    """GPT-2 has an embedding per position; a row near its greatest length is drafted as deep as the others."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}
+    target = GPT2LMHeadModel(GPT2Config(**fields, n_positions=34, bos_token_id=1, eos_token_id=None)).eval()
+    ids, mask = batch(padding=(0, 0, 0, 0))
+    for drafter in (make_target("llama", seed=4), make_drafter(target, num_target_layers=2, target_layer_ids=[0, 1])):
+        result = decode(
+            target, drafter, ids, attention_mask=mask, max_new_tokens=24, tree_budget=32, return_dict_in_generate=True
+        )
+        assert result.sequences.tolist() == greedy(target, ids, 24, attention_mask=mask).tolist()
+
+
 class Recorder(BaseStreamer):
     def __init__(self):
         self.steps, self.ends = [], 0
@@ -354,11 +369,13 @@ def test_a_streamer_of_batches_gets_the_steps_of_plain_decoding(qwen, drafter):
     assert ours.ends == 1
 
 
+@pytest.mark.parametrize("in_step", [False, True], ids=["free", "in step"])
 @pytest.mark.parametrize("eos", [False, True], ids=["to the length", "rows that end early"])
-def test_fault_32_the_cache_of_a_batch_holds_what_plain_decoding_caches(target, eos):
+def test_fault_32_the_cache_of_a_batch_holds_what_plain_decoding_caches(target, eos, in_step):
     ids, mask = batch()
     texts = alone(target, ids, mask)
     options = {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    options |= {"prefix_allowed_tokens_fn": lambda row, ids: range(64)} if in_step else {}
     options |= {"eos_token_id": [texts[0][5], texts[2][11]], "pad_token_id": 0} if eos else {}
     ours = decode(target, target, ids, attention_mask=mask, **options)
     plain = target.generate(ids, attention_mask=mask, do_sample=False, **options)

@@ -28,7 +28,7 @@ def qwen():
     return make_target("qwen3", seed=10)
 
 
-def turn(target, drafter, ids, cache=None, **options):
+def turn(target, drafter, ids, cache=None, /, **options):
     """A turn of a conversation: the result, whose cache the next turn goes on from."""
     given = {} if cache is None else {cache_name(target): cache}
     options = {"max_new_tokens": NEW, "return_dict_in_generate": True, **options}
@@ -223,6 +223,36 @@ def test_a_static_cache_is_gone_on_from(target):
     tokens = target.generate(ids, do_sample=False, max_new_tokens=NEW, **{cache_name(target): plain})
     assert tokens.tolist() == expected.tolist()
     assert turn(target, make_drafter(target), ids, cache).sequences.tolist() == expected.tolist()
+
+
+def test_a_static_cache_that_is_too_small_is_refused(qwen):
+    cache, forwards = StaticCache(config=qwen.config, max_cache_len=20), []
+    handle = qwen.register_forward_pre_hook(lambda module, inputs: forwards.append(1))
+    try:
+        with pytest.raises(ValueError, match="max_cache_len"):
+            turn(qwen, make_drafter(qwen), FIRST, cache)
+    finally:
+        handle.remove()
+    assert not forwards
+    assert turn(qwen, make_drafter(qwen), FIRST, cache, max_new_tokens=11).sequences.shape[1] == 21
+
+
+def test_returned_caches_hold_no_slack(target):
+    result = turn(target, make_drafter(target), FIRST.repeat(1, 9), max_new_tokens=40)
+    for layer in output_cache(result).layers:
+        for states in (layer.keys, layer.values):
+            assert states.untyped_storage().nbytes() <= 1.25 * states.numel() * states.element_size()
+
+
+@pytest.mark.parametrize("change", ["inference mode", "dtype"])
+def test_a_kept_cache_that_cannot_be_written_is_dropped(qwen, change):
+    drafter = make_drafter(qwen)
+    with torch.inference_mode(change == "inference mode"):
+        first = turn(qwen, drafter, FIRST)
+    drafter.to(torch.bfloat16 if change == "dtype" else torch.float32)
+    ids = torch.cat([first.sequences.clone(), SECOND], dim=1)
+    second = turn(qwen, drafter, ids, output_cache(first))
+    assert second.sequences.tolist() == greedy(qwen, ids, NEW).tolist()
 
 
 def test_a_dynamic_cache_that_knows_no_windows(target):

@@ -119,6 +119,8 @@ BROKEN_TREES = {
     "a wrong depth": lambda tree: Tree(tree.tokens, tree.parents, _with(tree.depths, 1, 3), tree.scores),
     "a row too few": lambda tree: tree.row(0),
     "no tree": lambda tree: "tree",
+    "no scores": lambda tree: Tree(tree.tokens, tree.parents, tree.depths, None),
+    "tokens of floats": lambda tree: Tree(tree.tokens.float(), tree.parents, tree.depths, tree.scores),
 }
 
 
@@ -135,6 +137,41 @@ def test_trees_that_are_none(target, caplog, broken):
     result = run(target, drafter, caplog)
     assert result.sequences.tolist() == expected.tolist()
     assert result.fallback_rounds == {"draft": 2} and result.mean_acceptance_length > 1.5
+
+
+class BadHooks(Knowing):
+    """Fails in what is called beside `draft`, and writes into what it is given."""
+
+    def draft(self, request):
+        tree = super().draft(request)
+        for text in request.texts:
+            text.fill_(1)
+        return tree
+
+    def keep(self, rows):
+        raise RuntimeError("keep")
+
+    def leave(self, pending):
+        raise RuntimeError("leave")
+
+
+def test_hooks_that_fail_cost_no_text(target, caplog):
+    expected = greedy(target, PROMPT, NEW)
+    end = {"eos_token_id": int(expected[0, 15]), "pad_token_id": 0}
+    expected = greedy(target, PROMPT, NEW, **end)
+    result = run(target, BadHooks(greedy(target, PROMPT, NEW), lambda call, tree: None), caplog, **end)
+    assert result.sequences.tolist() == expected.tolist() and result.fallback_rounds["draft"] >= 1
+
+
+def test_drafts_that_no_tree_can_be_built_of_are_given_up(target, caplog):
+    class Uncorrectable(Logits):
+        def draft(self, request):
+            drafted = super().draft(request)
+            return Draft(drafted.roots, drafted.logits, (lambda parents, children: torch.zeros(1, 2, 3),))
+
+    result = run(target, Uncorrectable(lambda rows: torch.zeros(rows, 3, 64)), caplog)
+    assert result.sequences.tolist() == greedy(target, PROMPT, NEW).tolist()
+    assert result.fallback_rounds == {"draft": MOST_FAILURES}
 
 
 class Logits(Drafter):

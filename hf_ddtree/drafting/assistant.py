@@ -108,9 +108,11 @@ class AssistantDrafter(Drafter):
         """Goes on with those rows."""
         self.trees.drop_others(rows)
 
-    def draft(self, request: Request) -> Tree:
-        """One forward for what was committed, and one for each deeper level."""
+    def draft(self, request: Request) -> Tree | None:
+        """One forward for what was committed, and one for each deeper level; None where no depth is left."""
         depth, budget = min(self.depth, request.max_depth), self.config.tree_budget
+        if depth < 1:
+            return None
         roots = request.roots
         device = device_of(self.assistant, roots.device)
         try:

@@ -78,11 +78,21 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         if not isinstance(left, Kept) or left.drafter is not self.drafter or len(left.trees.ends) != len(lengths):
             return None
         known = torch.tensor(lengths)
-        if bool((left.trees.ends > known).any()):
+        if bool((left.trees.ends > known).any()) or not self._can_write(left.trees):
             return None
         self.cache, self.trees = left.cache, left.trees
         room = (known - self.trees.ends).tolist()
         return None if left.pending is None else left.pending.cut(room)
+
+    def _can_write(self, trees: TreeCache) -> bool:
+        """Whether a kept cache is of the drafter's dtype and device, and not of an inference mode that has ended."""
+        buffers = [buffer for layer in trees.layers for buffer in layer.buffers]
+        return all(
+            buffer.dtype == self.drafter.dtype
+            and buffer.device == device_of(self.drafter, buffer.device)
+            and (torch.is_inference_mode_enabled() or not buffer.is_inference())
+            for buffer in buffers
+        )
 
     def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafter forward through the target's embedding and head.
