@@ -92,7 +92,7 @@ class DDTreeConfig(GenerationConfig):
         for name in kwargs:  # the base class takes any name
             if name in known or name in UNSUPPORTED:
                 continue
-            if meant := get_close_matches(name, known, 1, cutoff=0.85) or get_close_matches(name, OWN_FIELDS, 1, 0.7):
+            if meant := get_close_matches(name, known, 1, cutoff=0.8) or get_close_matches(name, OWN_FIELDS, 1, 0.7):
                 raise ValueError(f"`{name}` is no field of DDTreeConfig; did you mean `{meant[0]}`?")
         super().__init__(**kwargs)
 

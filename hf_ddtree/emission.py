@@ -41,7 +41,7 @@ class Emission:
         padding: list[int],
     ):
         self.processors, self.criteria, self.padding = processors, criteria, padding
-        self.prompt_length = self.length = input_ids.shape[1]
+        self.length = input_ids.shape[1]
         self.max_length = config.max_length
         self.buffer = input_ids  # [rows, capacity]; grows by doubling
         self.ended = [False] * len(input_ids)

@@ -43,7 +43,7 @@ class SafeRounds:
         try:
             self.pending = self.drafter.resume(left, lengths)
         except Exception as error:
-            self._failed("memory of the drafter", self.drafter, error)
+            self._failed("memory of the drafter", error)
 
     def leave(self) -> None:
         """At the end: the drafter leaves what it knows with the cache."""
@@ -51,7 +51,7 @@ class SafeRounds:
         try:
             left = None if self.rests else self.drafter.leave(self.pending)
         except Exception as error:
-            self._failed("memory of the drafter", self.drafter, error)
+            self._failed("memory of the drafter", error)
         setattr(self.target.cache, LEFT, left)
 
     def learn(self, context: Context) -> None:
@@ -66,7 +66,7 @@ class SafeRounds:
             try:
                 self.drafter.keep(rows)
             except Exception as error:  # it no longer knows which rows it is asked about
-                self._failed("memory of the drafter", self.drafter, error)
+                self._failed("memory of the drafter", error)
                 self.failures = MOST_FAILURES
             self.pending = None if self.pending is None else self.pending.keep(rows)
 
@@ -84,7 +84,7 @@ class SafeRounds:
                 drafted = drafted.of_vocabulary(self.target.vocab_size)
                 self.figures.broken = self.figures.broken + drafted.logits.amax(-1).isnan().any()
         except Exception as error:
-            self._failed("drafter", self.drafter, error)
+            self._failed("drafter", error)
             return None
         self.pending = None
         return drafted
@@ -95,7 +95,7 @@ class SafeRounds:
             tree = self.rule.build(roots, drafted)
             self.failures = 0 if drafted is not None else self.failures
         except Exception as error:
-            self._failed("tree of the drafter", self.drafter, error)
+            self._failed("tree of the drafter", error)
             tree = self.rule.build(roots, None)
         return tree if self.node_limit is None else self.rule.cut(tree, self.node_limit)
 
@@ -116,11 +116,11 @@ class SafeRounds:
             )
             tree = self.rule.cut(tree, self.node_limit)
 
-    def _failed(self, what: str, drafter: Drafter, error: Exception) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
         self.failures += 1
         self.figures.fall_back(
             "draft",
-            f"The {what} failed ({type(drafter).__name__}: {error!r}): such rounds are decoded plainly, and after "
+            f"The {what} failed ({type(self.drafter).__name__}: {error!r}): such rounds are decoded plainly, and after "
             f"{MOST_FAILURES} in a row all that follow. The text does not change, only the speed.",
         )
 

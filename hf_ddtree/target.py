@@ -200,10 +200,9 @@ class Target:
 
     def _tapped(self, tokens: torch.Tensor) -> torch.Tensor:
         """[rows, n, taps * hidden] of `tokens` [rows, n], each row's own."""
-        device = self.taps[0].device
-        tokens = tokens.to(device)
-        rows = torch.arange(len(tokens), device=device)[:, None]
-        return torch.cat([tap.to(device)[rows, tokens] for tap in self.taps], dim=-1)
+        tokens = tokens.to(self.taps[0].device)
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return torch.cat([tap[rows, tokens] for tap in self.taps], dim=-1)
 
     def _taps_of(self, outputs: ModelOutput) -> list[torch.Tensor]:
         if self.target_layer_ids and max(self.target_layer_ids) + 1 >= len(outputs.hidden_states):
@@ -211,7 +210,8 @@ class Target:
                 f"The drafter's `target_layer_ids` is {list(self.target_layer_ids)}, but {type(self.model).__name__} "
                 f"returns those of layers 0..{len(outputs.hidden_states) - 2}. Use a drafter made for this target."
             )
-        return [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
+        taps = [outputs.hidden_states[layer + 1] for layer in self.target_layer_ids]
+        return [tap.to(taps[0].device) for tap in taps]  # of a target on several devices
 
     def _prepared_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The positions that the model's forward gets, which PaliGemma, for one, makes of those that `generate` has."""

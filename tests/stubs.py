@@ -3,7 +3,14 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from families import CORE_FAMILIES, FAMILIES, HIDDEN, IMAGE_FAMILIES, LAYERS, VOCAB  # noqa: F401 - tests take them from here
+from families import (  # noqa: F401 - tests take them from here
+    CORE_FAMILIES,
+    FAMILIES,
+    HIDDEN,
+    IMAGE_FAMILIES,
+    LAYERS,
+    VOCAB,
+)
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoConfig,

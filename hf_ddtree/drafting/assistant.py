@@ -100,6 +100,7 @@ class AssistantDrafter(Drafter):
         self.cache = Cache(layers=[TreeLayer(window) for window in windows])
         self.trees = TreeCache(self.cache.layers, rows)
         self.vocab_size = min(vocabulary(assistant), vocabulary(target))
+        self.positions = table_of_positions(assistant)
         takes = inspect.signature(assistant.forward).parameters
         self.options = {"output_router_logits": False} if "output_router_logits" in takes else {}
         self.keeps_logits = "logits_to_keep" in takes
@@ -109,10 +110,21 @@ class AssistantDrafter(Drafter):
         self.trees.drop_others(rows)
 
     def draft(self, request: Request) -> Tree | None:
-        """One forward for what was committed, and one for each deeper level; None where no depth is left."""
+        """One forward for what was committed, and one for each deeper level; None where no depth is left.
+
+        Raises:
+            ValueError: the text is longer than the assistant's table of positions. Past its end an accelerator would
+                not raise an error but abort, and take the target with it.
+        """
         depth, budget = min(self.depth, request.max_depth), self.config.tree_budget
         if depth < 1:
             return None
+        if self.positions is not None:
+            length = max(map(len, request.texts))
+            if length > self.positions:
+                name = type(self.assistant).__name__
+                raise ValueError(f"{name} has {self.positions} positions, too few for a text of {length} tokens")
+            depth = min(depth, self.positions - length + 1)
         roots = request.roots
         device = device_of(self.assistant, roots.device)
         try:
@@ -225,6 +237,16 @@ def _with_children(pool: Pool, frontier: Frontier, log_probs: torch.Tensor, budg
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of a model's vocabulary."""
     return model.config.get_text_config(decoder=True).vocab_size
+
+
+def table_of_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has that looks them up in a table, as GPT-2, OPT and GPT-J do; None = no table."""
+    decoder = model.get_decoder() or model
+    tables = [name for name, module in decoder.named_modules() if isinstance(module, torch.nn.Embedding)]
+    tables += [name for name, buffer in decoder.named_buffers() if buffer.dim() == 2]
+    if not any("pos" in name or "wpe" in name for name in tables):
+        return None
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def check_assistant(assistant: PreTrainedModel, target: PreTrainedModel) -> None:

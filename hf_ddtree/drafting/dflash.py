@@ -188,8 +188,9 @@ def check_drafter(drafter: Any, target: PreTrainedModel, config: DDTreeConfig) -
         published = getattr(getattr(drafter, "config", None), "dflash_config", None)
         hint = " Its config is a drafter's, though, read by another class." if published else ""
         raise ValueError(
-            f"`assistant_model` is {type(drafter).__name__}; DDTree decoding drafts with a DFlash drafter.{hint} Load "
-            "it with `hf_ddtree.DFlashDraftModel.from_pretrained(...)` and pass the object."
+            f"`assistant_model` is {type(drafter).__name__}; give a DFlash drafter, a causal LM or a "
+            f"`hf_ddtree.Drafter`.{hint} Load a DFlash drafter with "
+            "`hf_ddtree.DFlashDraftModel.from_pretrained(...)` and pass the object."
         )
     ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
     layers = theirs.num_hidden_layers

@@ -40,7 +40,7 @@ def make_drafter(
     elif isinstance(assistant, PreTrainedModel) and is_causal_lm(assistant):
         drafter = AssistantDrafter(assistant, target, config, rows)
     else:
-        return DDTreeCandidateGenerator(assistant, target, config, rows)
+        drafter = DDTreeCandidateGenerator(assistant, target, config, rows)
     if config.acceptance != "walk" and not drafter.gives_logits:
         raise ValueError(
             f'`acceptance="{config.acceptance}"` draws its drafts from distributions, which '

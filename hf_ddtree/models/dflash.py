@@ -1,6 +1,7 @@
 """The DFlash drafter: block diffusion over a target's hidden states (https://arxiv.org/abs/2602.06036, section 3)."""
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -186,7 +187,7 @@ class DFlashDraftModel(PreTrainedModel):
             distribution of the k-th token after the anchor; slot 0 is unused.
         """
         cache = kwargs.get("past_key_values") if cache is None else cache
-        context = self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))
         hidden_states = noise_embeds.to(context.dtype)
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
@@ -237,9 +238,23 @@ def noise_embeddings(embedding: Any, noise_ids: torch.Tensor) -> torch.Tensor:
     Args:
         embedding: the target's input embedding; called as a module, so that hooks and quantised layers work.
     """
-    if hasattr(embedding, "embed_norm"):
+    if not hasattr(embedding, "embed_norm"):
+        return embedding(noise_ids)
+    if embedding.weight.device.type != "meta":
         return nn.Embedding.forward(embedding, noise_ids)
-    return embedding(noise_ids)
+    # accelerate has moved the weight away: it is there during a call of the module, whose norm is given what we want.
+    given, thread = [], threading.get_ident()
+
+    def keep(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() == thread:  # another thread may generate with the same model
+            given.append(inputs[0])
+
+    handle = embedding.embed_norm.register_forward_pre_hook(keep)
+    try:
+        embedding(noise_ids)
+    finally:
+        handle.remove()
+    return given[0]
 
 
 AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
