@@ -66,6 +66,15 @@ class Tree:
         """The best nodes alone; a tree too, since parents come before children."""
         return Tree(self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes], self.scores[:, :nodes])
 
+    def padded(self, nodes: int) -> "Tree":
+        """With twins of the root, up to so many nodes in all; for forwards, whose outputs for them nobody looks at."""
+        more = nodes - self.num_nodes
+        if more <= 0:
+            return self
+        tokens = torch.cat([self.tokens, self.tokens[:, :1].expand(-1, more)], dim=1)
+        parents, depths = (torch.nn.functional.pad(each, (0, more)) for each in (self.parents, self.depths))
+        return Tree(tokens, parents, depths, torch.nn.functional.pad(self.scores, (0, more)))
+
     def ancestors(self) -> torch.Tensor:
         """[batch, nodes, nodes] bool: entry [b, i, j] is true when node j is node i or one of its ancestors.
 
