@@ -144,9 +144,8 @@ class AssistantDrafter(Drafter):
         root = root_tree(roots)
         below = (pool.tokens, pool.parents + 1, pool.depths, pool.scores)
         above = (root.tokens, root.parents, root.depths, root.scores)
-        return Tree(
-            *(torch.cat([first, rest.to(first.device)], dim=1) for first, rest in zip(above, below, strict=True))
-        )
+        fields = (torch.cat([first, rest.to(first.device)], dim=1) for first, rest in zip(above, below, strict=True))
+        return Tree(*fields, depth_bound=depth)
 
     def _scaled(self, logits: torch.Tensor, noise: torch.Tensor | None, level: int) -> torch.Tensor:
         """[rows, n, vocab] log-probabilities that the tree is made of; -inf where there is a NaN."""
