@@ -65,6 +65,12 @@ class Forwards:
     def __init__(self, mode: str, device: torch.device):
         if mode == "auto":
             mode = "graphs" if device.type in GRAPHS else "off"
+        if mode == "graphs" and device.type not in GRAPHS:
+            logger.warning_once(
+                f'`compile="graphs"`: there are none on {device.type}, so forwards run as they are. Set '
+                '`compile="auto"`, or "inductor" to compile them.'
+            )
+            mode = "off"
         self.mode, self.device = mode, device
         self.graphs: dict[tuple, Recorded | None] = {}
         self.anchors: tuple[int, ...] = ()
@@ -81,7 +87,7 @@ class Forwards:
         """
         if self.mode != "graphs":
             return max(tokens, 2) if self.mode == "inductor" else tokens
-        step = max(1, 1 << max(tokens - 1, 1).bit_length() - 3)  # at most a quarter more than asked
+        step = 1 << max((tokens - 1).bit_length() - 3, 0)  # at most a quarter more than asked
         return -(-tokens // step) * step
 
     def run(self, function: Callable[..., Any], inputs: dict[str, Any], anchors: Sequence[torch.Tensor]) -> Any:
