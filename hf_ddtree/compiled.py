@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -78,8 +78,8 @@ class Forwards:
 
     @property
     def fixed(self) -> bool:
-        """Whether shapes should be few and buffers shown whole."""
-        return self.mode == "graphs"
+        """Whether shapes should be few, and buffers shown whole."""
+        return self.mode != "off"
 
     def bucket(self, tokens: int) -> int:
         """How many tokens a forward over `tokens` should have: with graphs one of few numbers; compilers make other
@@ -98,6 +98,8 @@ class Forwards:
             inputs: tensors, nested in dicts and lists; anything else must be hashable and is part of the shape.
             anchors: what it writes to besides. Where they have been replaced nothing recorded is used any more.
         """
+        if self.mode == "inductor":  # it makes new code for other strides
+            inputs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, inputs)
         if self.mode != "graphs":
             return function(**inputs)
         addresses = tuple(tensor.data_ptr() for tensor in anchors)

@@ -82,7 +82,8 @@ class Tree:
             return self
         tokens = torch.cat([self.tokens, self.tokens[:, :1].expand(-1, more)], dim=1)
         parents, depths = (torch.nn.functional.pad(each, (0, more)) for each in (self.parents, self.depths))
-        return Tree(tokens, parents, depths, torch.nn.functional.pad(self.scores, (0, more)))
+        scores = torch.nn.functional.pad(self.scores, (0, more))
+        return Tree(tokens, parents, depths, scores, depth_bound=self.depth_bound)
 
     def ancestors(self) -> torch.Tensor:
         """[batch, nodes, nodes] bool: entry [b, i, j] is true when node j is node i or one of its ancestors.

@@ -211,7 +211,7 @@ def test_compiled_by_inductor(warnings):
         tokens = decode(target, drafter, PROMPT[:1], max_new_tokens=NEW, compile="inductor", tree_budget=6)
         assert tokens.tolist() == expected.tolist()
         compiled_frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert not warnings and 2 <= compiled_frames <= 6
+    assert not warnings and compiled_frames == 2
     decode(target, drafter, PROMPT[:1], max_new_tokens=NEW, compile="inductor", tree_budget=9)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_frames
 

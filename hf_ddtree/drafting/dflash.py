@@ -110,8 +110,8 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         """
         device, block = device_of(self.drafter, root_tokens.device), self.block_size
         known = self.trees.width > 0  # else this is the prompt, of any length
-        if known:
-            context = context.padded(self.forwards.bucket(context.positions.shape[1]))
+        if known and self.forwards.fixed:  # most rounds commit no more than a block
+            context = context.padded(max(block, self.forwards.bucket(context.positions.shape[1])))
         noise_ids = root_tokens.new_full((len(root_tokens), block), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
         lengths = torch.tensor(context.lengths, device=context.positions.device)[:, None]
