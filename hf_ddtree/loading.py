@@ -14,6 +14,8 @@ from transformers import (
 from .models import DFlashDraftModel
 from .models.smollm2 import smollm2_path
 
+DEMO_DRAFTER = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-dflash"
+
 
 def model_name(model: str | Path) -> str | Path:
     """The folder or Hub name that `--model` means; `smollm2` is the demo's target."""
