@@ -22,6 +22,7 @@ def plot_race(rows: Rows, caption: str, folder: Path) -> list[Path]:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folder.mkdir(parents=True, exist_ok=True)
     finished = [row for row in rows if "failure" not in row]
@@ -33,7 +34,7 @@ def plot_race(rows: Rows, caption: str, folder: Path) -> list[Path]:
     }
     files = []
     for name, (title, draw) in figures.items():
-        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+        figure = Figure(figsize=(6.4, 4.4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes, finished)
@@ -91,9 +92,10 @@ def _budget_axis(axes: Any, budgets: list[int]) -> None:
 
 
 def _histogram(axes: Any, rows: Rows) -> None:
-    """Shares of rounds by tokens committed: the library's chain, ours, and up to three budgets."""
+    """Shares of rounds by tokens committed: a chain's, and up to three budgets'."""
     trees = _by_budget(rows)
-    shown = [row for row in rows if "chain" in row["method"]] + [*trees[:: max(1, (len(trees) + 1) // 3)]][:3]
+    chains = [row for row in rows if "chain" in row["method"]]
+    shown = [*chains[-1:], *trees[:: max(1, (len(trees) + 1) // 3)][:3]]
     shown = [row for row in shown if row["histogram"]]
     width = 0.8 / max(len(shown), 1)
     most = 1
