@@ -18,9 +18,9 @@ from .prompt_sets import encode_at, load_prompts
 
 SHOWN_LENGTHS = 8
 LEGEND = (
-    "tokens/s: of whole calls, prefill included, median and 20th to 80th percentile; accepted: tokens per forward of\n"
-    "the target after the prefill; outside: share of the time after the prefill that is not in forwards of target,\n"
-    "drafter or head; memory: most that a call needs beyond what is held before it (and more than plain generate)."
+    "tokens/s: of whole calls, prefill included, median and 20th to 80th percentile; speed-up: prompt by prompt, median;\n"
+    "accepted: tokens per forward of the target after the prefill; outside: share of the time after the prefill that is\n"
+    "not in forwards of target, drafter or head; memory: most that a call needs (and more than plain generate)."
 )
 
 
@@ -114,10 +114,10 @@ def conditions(target: PreTrainedModel, prompts: measuring.Prompts, options: arg
     found = hardware(target.device)
     where = found.get("accelerator") or f"{found['cpu']}, {found['threads']} thread(s)"
     lengths = sorted(each["input_ids"].shape[1] for each in prompts)
-    set_name = Path(options.prompts_from).name
+    span = f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]}"
     return (
-        f"greedy, {str(target.dtype).removeprefix('torch.')}, {where}\n{len(prompts)} prompt(s) of {set_name}, "
-        f"{lengths[0]} to {lengths[-1]} tokens, up to {options.max_new_tokens} new ones"
+        f"greedy, {str(target.dtype).removeprefix('torch.')}, {where}\n{len(prompts)} prompt(s) of "
+        f"{Path(options.prompts_from).name}, {span} tokens, up to {options.max_new_tokens} new ones"
     )
 
 

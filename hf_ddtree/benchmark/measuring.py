@@ -24,7 +24,7 @@ class Measured:
 
     Attributes:
         ids: per prompt, the new tokens.
-        tokens_per_second: per timed call, new tokens over the wall time of the whole call, prefill included.
+        tokens_per_second: per prompt and timed call, new tokens over the wall time of the whole call, prefill included.
         histogram: rounds by the tokens they committed, prefills left out; empty where it can't be told.
         rounds: forwards of the target, prefills left out; None where they aren't counted.
         stage_seconds: over all rounds of the instrumented calls; empty for methods that don't say.
@@ -35,7 +35,7 @@ class Measured:
     """
 
     ids: dict[int, list[int]] = field(default_factory=dict)
-    tokens_per_second: list[float] = field(default_factory=list)
+    tokens_per_second: dict[int, list[float]] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
     rounds: int | None = 0
     stage_seconds: Counter[str] = field(default_factory=Counter)
@@ -125,7 +125,7 @@ def _call(
     if kind == "clock":
         ids = new_ids(output, prompt[1])
         into.ids[prompt[0]] = ids
-        into.tokens_per_second.append(len(ids) / seconds)
+        into.tokens_per_second.setdefault(prompt[0], []).append(len(ids) / seconds)
 
 
 def _with_instruments(
@@ -183,14 +183,24 @@ def rows(target: PreTrainedModel, contestants: list[Contestant], found: dict[str
 
 
 def _speeds(measured: Measured, plain: Measured) -> dict[str, Any]:
-    speeds = torch.tensor(measured.tokens_per_second, dtype=torch.float64)
-    median = statistics.median(measured.tokens_per_second)
+    """Tokens per second over all calls. The speed-up is taken prompt by prompt, since answers differ in length, and
+    short ones are mostly prefill.
+    """
+    by_prompt = {index: statistics.median(calls) for index, calls in measured.tokens_per_second.items()}
+    ratios = [speed / statistics.median(plain.tokens_per_second[index]) for index, speed in by_prompt.items()]
+    calls = [speed for calls in measured.tokens_per_second.values() for speed in calls]
     return {
-        "tokens_per_second": round(median, 2),
-        "p20": round(float(speeds.quantile(0.2)), 2),
-        "p80": round(float(speeds.quantile(0.8)), 2),
-        "speed_up": round(median / statistics.median(plain.tokens_per_second), 3),
+        "tokens_per_second": round(statistics.median(calls), 2),
+        "p20": round(_quantile(calls, 0.2), 2),
+        "p80": round(_quantile(calls, 0.8), 2),
+        "speed_up": round(statistics.median(ratios), 3),
+        "speed_up_p20": round(_quantile(ratios, 0.2), 3),
+        "speed_up_p80": round(_quantile(ratios, 0.8), 3),
     }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 
 
 def _rounds(measured: Measured) -> dict[str, Any]:
