@@ -13,7 +13,7 @@ from .benchmark.drafter import bench_drafter
 from .benchmark.harness import bench_race, check_options
 from .benchmark.prompt_sets import SETS, SHIPPED
 from .benchmark.sampling import bench
-from .loading import DEMO_DRAFTER, load_dflash, load_drafter, load_target
+from .loading import DEMO_DRAFTER, load_assistant, load_dflash, load_drafter, load_target
 from .training.data import HELD_OUT, TokenSequence, split_held
 from .training.sources import Limits, load_sequences
 
@@ -168,7 +168,7 @@ def _run_race(options: argparse.Namespace) -> int:
     check_options(options)
     target, tokenizer = load_target(options.model, dtype=getattr(torch, options.dtype), device_map=options.device)
     drafter = load_drafter(options.drafter, target)
-    assistant = None if options.assistant is None else load_drafter(options.assistant, target)
+    assistant = None if options.assistant is None else load_assistant(options.assistant, target)
     return bench_race((target, drafter, assistant), tokenizer, options)
 
 

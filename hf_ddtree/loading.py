@@ -65,6 +65,19 @@ def load_dflash(drafter: str | Path, target: PreTrainedModel) -> DFlashDraftMode
     return loaded
 
 
+def load_assistant(assistant: str, target: PreTrainedModel) -> PreTrainedModel:
+    """The causal LM that `--assistant` names, in the target's dtype and on its device; raises ValueError for others."""
+    try:
+        if not _is_causal_lm(model_name(assistant)):
+            raise ValueError("it is no causal LM with a head of its own")
+        loaded = AutoModelForCausalLM.from_pretrained(model_name(assistant), dtype=target.dtype)
+        return loaded.to(target.device)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`--assistant {assistant}` can't be loaded; {_found(assistant)}: {_first_line(error)}"
+        ) from error
+
+
 def _is_causal_lm(name: str | Path) -> bool:
     config, _ = PreTrainedConfig.get_config_dict(name)
     is_drafter = {"dflash_config", "block_size", "speculators_config"} & set(config)

@@ -165,10 +165,11 @@ def test_another_implementation_races_along(folders, capsys, tmp_path, choice, s
         (["--reference", "."], "generate(target, drafter"),
         (["--methods", "beam"], '"DDTree, budget 4"'),
         (["--prompts-from", "nowhere"], "gsm8k"),
+        (["--assistant", "nowhere"], "no such folder"),
         (["--json", "nowhere/race.json"], "no folder"),
         (["--budgets", "0"], "not 1 or more"),
     ],
-    ids=["no folder", "no module", "no method", "no set", "no place", "no budget"],
+    ids=["no folder", "no module", "no method", "no set", "no assistant", "no place", "no budget"],
 )
 def test_bad_options_are_one_line(folders, capsys, extra, named):
     try:
@@ -177,6 +178,20 @@ def test_bad_options_are_one_line(folders, capsys, extra, named):
         assert stop.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert named in error and extra[1].split("/")[0] in error
+
+
+def test_a_dflash_drafter_is_no_assistant(folders, capsys):
+    assert race(folders, "--assistant", folders / "drafter") == 1
+    assert "it is no causal LM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "assistant"])
+def test_drafters_of_all_kinds_race(folders, capsys, drafter):
+    name = drafter if drafter == "lookup" else folders / drafter
+    assert race(folders, "--drafter", name, "--methods", "budget", "auto") == 0
+    rows = record_of(capsys)["rows"]
+    assert [row["method"] for row in rows][:3] == [PLAIN, "DDTree, budget 4", "DDTree, budget 8"]
+    assert all(row["identical"] == 2 for row in rows[:3])
 
 
 def test_context_lengthens_prompts(folders, capsys):

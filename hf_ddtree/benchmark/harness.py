@@ -18,9 +18,9 @@ from .prompt_sets import encode_at, load_prompts
 
 SHOWN_LENGTHS = 8
 LEGEND = (
-    "tokens/s: of whole calls, prefill included, median and 20th to 80th percentile; speed-up: prompt by prompt, median;\n"
-    "accepted: tokens per forward of the target after the prefill; outside: share of the time after the prefill that is\n"
-    "not in forwards of target, drafter or head; memory: most that a call needs (and more than plain generate)."
+    "tokens/s: of whole calls, prefill included, median and 20th to 80th percentile; speed-up: median over prompts;\n"
+    "accepted: tokens per forward of the target after the prefill; outside: share of the time after the prefill that\n"
+    "is not in forwards of target, drafter or head; memory: most that a call needs (and more than plain generate)."
 )
 
 
