@@ -26,7 +26,7 @@ class Measured:
         ids: per prompt, the new tokens.
         tokens_per_second: per prompt and timed call, new tokens over the wall time of the whole call, prefill included.
         histogram: rounds by the tokens they committed, prefills left out; empty where it can't be told.
-        rounds: forwards of the target, prefills left out; None where they aren't counted.
+        rounds: forwards of the target, prefills left out; 0 where they aren't counted.
         stage_seconds: over all rounds of the instrumented calls; empty for methods that don't say.
         after_prefill, in_forwards: seconds of the instrumented calls after the prefill's forward, and those of them
             that were spent in forwards of target, drafter, and head.
@@ -37,7 +37,7 @@ class Measured:
     ids: dict[int, list[int]] = field(default_factory=dict)
     tokens_per_second: dict[int, list[float]] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
-    rounds: int | None = 0
+    rounds: int = 0
     stage_seconds: Counter[str] = field(default_factory=Counter)
     after_prefill: float = 0.0
     in_forwards: Counter[str] = field(default_factory=Counter)
@@ -150,7 +150,7 @@ def _with_instruments(
         meter.cached, prompt[1]["input_ids"].shape[1], len(ids)
     )
     into.histogram.update(lengths[1:] if lengths else [])
-    into.rounds = (into.rounds or 0) + len(meter.cached) - 1
+    into.rounds += len(meter.cached) - 1
     into.stage_seconds.update(getattr(output, "stage_seconds", None) or {})
     if meter.prefilled is not None:
         into.after_prefill += ended - meter.prefilled
@@ -166,10 +166,12 @@ def new_ids(output: Any, prompt: dict[str, torch.Tensor]) -> list[int]:
     return ids[len(given) :]
 
 
-def rows(target: PreTrainedModel, contestants: list[Contestant], found: dict[str, Measured], prompts: Prompts) -> list:
+def rows(
+    target: PreTrainedModel, contestants: list[Contestant], found: dict[str, Measured], prompts: Prompts
+) -> list[dict[str, Any]]:
     """A row per contestant for tables and JSON, plain decoding's first."""
     plain = found[PLAIN]
-    made = []
+    made: list[dict[str, Any]] = []
     for each in contestants:
         measured = found[each.name]
         row: dict[str, Any] = {"method": each.name, "budget": each.budget}
@@ -211,7 +213,7 @@ def _rounds(measured: Measured) -> dict[str, Any]:
         "acceptance_length": None if length is None else round(length, 3),
         "histogram": {str(length): measured.histogram[length] for length in sorted(measured.histogram)},
         "stage_ms": {name: round(1000 * seconds / max(rounds, 1), 3) for name, seconds in stages.items()},
-        "forward_ms": {name: round(1000 * each / max(measured.rounds or 0, 1), 3) for name, each in forwards.items()},
+        "forward_ms": {name: round(1000 * each / max(measured.rounds, 1), 3) for name, each in forwards.items()},
         "overhead": None if overhead is None else round(overhead, 4),
     }
 
