@@ -1,51 +1,53 @@
 """The kinds of attention layers a model has, and a tree forward's mask for each of them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from .cache import TreeCache
-from .masks import Cached, slot_mask
+from .masks import MaskBuffer
+from .tree_cache import TreeCache
 
 
-@dataclass(frozen=True)
-class LayerKinds:
-    """A model's attention layers.
+class TreeMasks:
+    """The masks of a model's forwards over trees, kept from one to the next.
 
     Attributes:
-        types: of each layer, as transformers calls them.
+        types: the kind of each layer, as transformers calls them.
         window: of the sliding ones.
-        dtype: of the model, and so of its masks.
+        buffers: by kind.
     """
 
-    types: list[str]
-    window: int | None
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "LayerKinds":
-        """The kinds of `model`'s layers."""
+    def __init__(self, model: PreTrainedModel):
         text_config = model.config.get_text_config(decoder=True)
-        return cls(layer_types(text_config), getattr(text_config, "sliding_window", None), model.dtype)
+        self.types = layer_types(text_config)
+        self.window: int | None = getattr(text_config, "sliding_window", None)
+        self.buffers = {
+            kind: MaskBuffer(model.dtype, self.window if kind == "sliding_attention" else None)
+            for kind in dict.fromkeys(self.types)
+        }
 
-    def masks(
-        self, trees: TreeCache, visible: torch.Tensor, appended: torch.Tensor, places: torch.Tensor
+    def write(
+        self, trees: TreeCache, prompt_mask: torch.Tensor | None, appended: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """A mask per kind of layer; a single tensor where the model has one kind only.
 
         Args:
-            trees: the model's cache.
-            visible: [rows, slots] which of its committed slots may be seen.
-            appended, places: as in `slot_mask`, of everything that came after them.
+            trees: the model's cache, which this forward is planned on.
+            prompt_mask: [rows, prompt], 0 = padding; None where there is none.
+            appended, places: as in `slot_mask`, of everything that came after what is committed.
         """
         masks = {}
-        for kind in set(self.types):
-            first = trees.layers[self.types.index(kind)].first
-            window = self.window if kind == "sliding_attention" else None
-            masks[kind] = slot_mask(Cached(visible[:, first:], first), appended, places, self.dtype, window)
+        for kind, buffer in self.buffers.items():
+            layer = trees.layers[self.types.index(kind)]
+            shown = layer.view_of(trees.width, appended)
+            masks[kind] = buffer.write(trees.ends, prompt_mask, appended, places, shown)
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def forget(self) -> None:
+        """Rows have changed."""
+        for buffer in self.buffers.values():
+            buffer.forget()
 
 
 def layer_types(text_config: Any) -> list[str]:

@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.utils import ExplicitEnum
 
+from .compiled import MODES
 from .noise import check_seed
 
 # The fields that `DDTreeConfig` adds, with their defaults.
@@ -24,6 +25,7 @@ OWN_FIELDS: dict[str, Any] = {
     "draft_text_weight": 1.0,
     "acceptance": "walk",
     "seed": None,
+    "compile": "auto",
     "synchronize_stages": False,
 }
 DRAFTERS = ("lookup",)
@@ -74,6 +76,10 @@ class DDTreeConfig(GenerationConfig):
         seed: of all sampling noise; with the walk the same seed gives the same text, whatever the drafter, the budget
             or the tree, and every call uses the same noise. A list gives one seed per sequence. None = drawn from
             torch's default generator at each call.
+        compile: how the forwards of rounds are run. "graphs": recorded as CUDA graphs and replayed. "inductor":
+            compiled by torch.compile, which takes most of a minute once per process and model, and on a CPU keeps the
+            weights a second time, laid out for its matrix products. "off": as they are. "auto": "graphs" on CUDA, else
+            "off". Where it can't be done, forwards run as they are, with a warning.
         synchronize_stages: wait for the device at the end of each stage, so that `stage_seconds` are exact on an
             accelerator; costs speed.
 
@@ -142,6 +148,7 @@ class DDTreeConfig(GenerationConfig):
         _check_choice("tree_shape", self.tree_shape, TREE_SHAPES)
         if self.drafter is not None:
             _check_choice("drafter", self.drafter, DRAFTERS)
+        _check_choice("compile", self.compile, MODES)
         _check_choice("acceptance", self.acceptance, tuple(ACCEPTANCE_RULES))
         _check_int("top_k", self.top_k, minimum=0, optional=True)
         if self.seed is not None:

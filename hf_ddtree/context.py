@@ -23,6 +23,14 @@ class Context:
         """Those rows alone."""
         return Context(self.hidden_states[rows], self.positions[rows], [self.lengths[row] for row in rows])
 
+    def padded(self, tokens: int) -> "Context":
+        """The same with further columns that are nobody's, `tokens` in all."""
+        more = tokens - self.positions.shape[1]
+        if more <= 0:
+            return self
+        hidden_states = torch.nn.functional.pad(self.hidden_states, (0, 0, 0, more))
+        return Context(hidden_states, torch.nn.functional.pad(self.positions, (0, more)), self.lengths)
+
     def cut(self, lengths: list[int]) -> "Context":
         """At most so many tokens of each row."""
         return Context(self.hidden_states, self.positions, list(map(min, self.lengths, lengths)))

@@ -22,17 +22,17 @@ class Cached:
     first: int = 0
 
 
-def visible_slots(ends: torch.Tensor, width: int, prompt_mask: torch.Tensor | None) -> torch.Tensor:
-    """[rows, width] bool: which slots hold a token of their row.
+def visible_slots(ends: torch.Tensor, width: int, prompt_mask: torch.Tensor | None, first: int = 0) -> torch.Tensor:
+    """[rows, width - first] bool: which of the slots from `first` on hold a token of their row.
 
     Args:
         ends: [rows] int64, one past each row's last slot.
         prompt_mask: [rows, prompt], 0 = padding; None where there is none.
     """
-    visible = torch.arange(width, device=ends.device) < ends[:, None]
-    if prompt_mask is not None:
-        length = min(prompt_mask.shape[1], width)
-        visible[:, :length] &= prompt_mask[:, :length].to(ends.device).bool()
+    visible = torch.arange(first, width, device=ends.device) < ends[:, None]
+    if prompt_mask is not None and first < prompt_mask.shape[1]:
+        prompt = prompt_mask[:, first:width].to(ends.device).bool()
+        visible[:, : prompt.shape[1]] &= prompt
     return visible
 
 
@@ -60,3 +60,63 @@ def slot_mask(
         visible = visible & (places[:, -queries:, None] - key_places[:, None] < window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+class MaskBuffer:
+    """The mask of one kind of layer, kept from round to round: only what a round changes is written.
+
+    Args:
+        dtype, window: as in `slot_mask`.
+
+    Attributes:
+        mask: [rows, 1, queries, columns], of which a forward sees a part.
+        settled: columns from the first on that are final, since all rows have committed them.
+    """
+
+    def __init__(self, dtype: torch.dtype, window: int | None):
+        self.dtype, self.window = dtype, window
+        self.mask = torch.empty(0, 1, 0, 0, dtype=dtype)
+        self.settled = 0
+
+    def write(
+        self,
+        ends: torch.Tensor,
+        prompt_mask: torch.Tensor | None,
+        appended: torch.Tensor,
+        places: torch.Tensor,
+        shown: tuple[int, int, int],
+    ) -> torch.Tensor:
+        """[rows, 1, queries, columns] additive, a view of `mask`.
+
+        Args:
+            ends: [rows] int64 on the CPU. prompt_mask: as in `visible_slots`.
+            appended, places: as in `slot_mask`.
+            shown: the layer's columns: the place of the first, how many there are, and where the appended ones begin.
+        """
+        rows, queries, keys = appended.shape
+        origin, columns, start = shown
+        self._make_room(rows, queries, columns, appended.device)
+        fresh = 0 if self.window is not None else min(self.settled, start)
+        visible = visible_slots(ends.to(appended.device), origin + start, prompt_mask, origin + fresh)
+        part = slot_mask(Cached(visible, origin + fresh), appended, places, self.dtype, self.window)
+        self.mask[:, :, :queries, fresh : start + keys] = part
+        self.mask[:, :, :queries, start + keys : columns] = torch.finfo(self.dtype).min
+        settled = min(int(ends.min()) - origin, start)
+        if settled > fresh:  # queries that this forward does not have, for one that has them
+            self.mask[:, :, queries:, fresh:settled] = part[:, :, :1, : settled - fresh]
+        self.settled = settled
+        return self.mask[:, :, :queries, :columns]
+
+    def forget(self) -> None:
+        """Writes everything anew the next time: rows have changed."""
+        self.mask, self.settled = self.mask[:0], 0
+
+    def _make_room(self, rows: int, queries: int, columns: int, device: torch.device) -> None:
+        """A larger mask where this one is too small; columns grow to half as many again, so that few are made."""
+        mask = self.mask
+        if rows == mask.shape[0] and queries <= mask.shape[2] and columns <= mask.shape[3] and device == mask.device:
+            return
+        if columns > mask.shape[3] or rows != mask.shape[0]:
+            columns = -(-(columns + columns // 2) // 16) * 16
+        shape = rows, 1, max(queries, mask.shape[2]), max(columns, mask.shape[3])
+        self.mask, self.settled = torch.zeros(shape, dtype=self.dtype, device=device), 0

@@ -1,6 +1,6 @@
 """Acceptance rules: how a round's trees are made from the draft logits, and which paths of them are committed."""
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -82,7 +82,7 @@ class WalkRule:
         if drafted is None:
             return root_tree(root_tokens)
         if isinstance(drafted, Tree):
-            self.depth = int(drafted.depths.max())
+            self.depth = drafted.max_depth
             return drafted
         self.depth = drafted.logits.shape[1]
         noise = self.noise(drafted.logits.shape[1], drafted.logits)
@@ -202,7 +202,8 @@ class RejectionRules:
             rule.build(root_tokens[row : row + 1], None if drafted is None else drafted.row(row))
             for row, rule in enumerate(self._live())
         ]
-        return Tree(*(torch.cat([getattr(tree, field.name) for tree in trees]) for field in fields(Tree)))
+        fields = ((tree.tokens, tree.parents, tree.depths, tree.scores) for tree in trees)
+        return Tree(*map(torch.cat, zip(*fields, strict=True)), depth_bound=max(tree.max_depth for tree in trees))
 
     def cut(self, tree: Tree, nodes: int) -> Tree:
         """The roots alone: these rules judge the tree that was drawn."""
@@ -236,13 +237,13 @@ class RejectionRule:
         if draft is None:
             self.q = torch.empty(1, 0, 1, device=root_tokens.device)
             return root_tree(root_tokens)
-        deepest = int(shape.depths.max())
+        deepest = shape.max_depth
         q = (draft.logits[:, :deepest].double() / self.config.tree_temperature).softmax(-1)
         broken = q.isnan().any(-1)  # a drafter's NaN or infinity: drafts drawn evenly are as good
         self.q = _even_where(broken, q)
         drafts = draw_without_replacement(self.q, self._uniforms()[0])[0]  # [depth, ranks]
         tokens = drafts[shape.depths[:, 1:] - 1, shape.tokens[:, 1:]]
-        return Tree(torch.cat([root_tokens, tokens], dim=1), shape.parents, shape.depths, shape.scores)
+        return replace(shape, tokens=torch.cat([root_tokens, tokens], dim=1))
 
     def accept(self, tree: Tree, logits: torch.Tensor) -> Accepted:
         """All nodes' distributions and the path on the device, then one copy to the host."""

@@ -80,7 +80,7 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         rows, tokenizers = len(input_ids), (tokenizer, assistant_tokenizer)
         drafter = make_drafter(assistant_model, self, generation_config, rows, tokenizers)
         drafter.start(self, generation_config, rows)
-        target = Target(self, model_kwargs, list(drafter.target_layer_ids))
+        target = Target(self, model_kwargs, list(drafter.target_layer_ids), generation_config.compile)
         padding = count_padding(input_ids, model_kwargs.get("attention_mask"))
         emissions = Emissions(input_ids, logits_processor, stopping_criteria, generation_config, padding)
         seed = draw_seed(generation_config)

@@ -14,11 +14,12 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import Accepted
-from .attention import LayerKinds, layer_types
-from .cache import TreeCache, cache_name, check_room, checked_cache, growing_trees, output_cache
+from .attention import TreeMasks, layer_types
+from .cache import cache_name, check_room, checked_cache, growing_trees, output_cache
+from .compiled import Forwards
 from .context import Context
-from .masks import visible_slots
 from .tree import Tree, root_tree
+from .tree_cache import TreeCache
 
 # Kept by `Target` itself, or meaningful for the prompt only.
 HANDLED_KWARGS = {
@@ -38,16 +39,24 @@ class Target:
         model: the model that `generate` was called on.
         model_kwargs: as `generate` prepared them.
         target_layer_ids: layers whose outputs the drafter reads.
+        compile_mode: how forwards over trees are run, see `Forwards`.
     """
 
-    def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], target_layer_ids: list[int]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        target_layer_ids: list[int],
+        compile_mode: str = "off",
+    ):
         self.model, self.target_layer_ids = model, target_layer_ids
         self.cache_name = cache_name(model)
         self.has_router = "output_router_logits" in inspect.signature(model.forward).parameters
         self.kwargs = dict(model_kwargs)
         self.cache = checked_cache(model_kwargs.get(self.cache_name))
         self.prompt_mask = model_kwargs.get("attention_mask")  # [batch, prompt]; None = all visible
-        self.kinds = LayerKinds.of(model)
+        self.masks = TreeMasks(model)
+        self.forwards = Forwards(compile_mode, model.device)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
         self.rows: list[int] = []  # of the batch, those that are live, in the order of trees
@@ -96,35 +105,47 @@ class Target:
         """Where trees are verified and committed: the cache has room for them, and is the library's own afterwards."""
         with (
             self.model._optimize_model_for_decode(),
-            growing_trees(self.cache, len(self.rows), self.kinds.window, self.slots) as self.trees,
+            growing_trees(self.cache, len(self.rows), self.masks.window, self.slots) as self.trees,
         ):
             yield
 
     def verify(self, tree: Tree) -> torch.Tensor:
         """One forward over all nodes; logits [live rows, nodes, vocab]. One that fails leaves nothing in the cache."""
+        nodes = tree.num_nodes
+        tree = tree.padded(self.forwards.bucket(nodes))
         inputs = {name: self._live(value) for name, value in self.kwargs.items() if name not in HANDLED_KWARGS}
-        inputs[self.cache_name] = self.cache
         if (types := self.kwargs.get("token_type_ids")) is not None:  # new tokens are of the last one's type
             inputs["token_type_ids"] = self._live(types)[:, -1:].expand(-1, tree.num_nodes)
-        if self.has_router:
-            inputs["output_router_logits"] = False  # its loss would read the tree mask as a padding mask
-        ends = self.trees.ends.to(tree.tokens.device)
-        visible = visible_slots(ends, self.trees.width, self._live(self.prompt_mask))
+        places = self.trees.ends.to(tree.tokens.device)[:, None] + tree.depths
         try:
-            outputs = self.model(
-                input_ids=tree.tokens,
-                attention_mask=self.kinds.masks(self.trees, visible, tree.ancestors(), ends[:, None] + tree.depths),
-                position_ids=self._positions(tree),
-                use_cache=True,
-                output_hidden_states=self.output_hidden_states,
-                return_dict=True,
-                **inputs,
-            )
+            self.trees.plan(tree.num_nodes, whole=self.forwards.fixed)
+            inputs |= {
+                "input_ids": tree.tokens,
+                "attention_mask": self.masks.write(self.trees, self._live(self.prompt_mask), tree.ancestors(), places),
+                "position_ids": self._positions(tree),
+            }
+            options = {"inputs": inputs, "columns": self.trees.columns}
+            logits, self.taps = self.forwards.run(self._forward, options, self.trees.anchors)
         except BaseException:
             self.trees.rollback()
             raise
-        self.taps = self._taps_of(outputs)
-        return outputs.logits
+        return logits[:, :nodes]
+
+    def _forward(
+        self, inputs: dict[str, Any], columns: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [live rows, nodes, vocab] and taps; keys and values go to `columns` of the cache."""
+        self.trees.write_to(columns)
+        if self.has_router:
+            inputs = {**inputs, "output_router_logits": False}  # its loss would read the tree mask as a padding mask
+        outputs = self.forwards.compiled(self.model)(
+            **inputs,
+            **{self.cache_name: self.cache},
+            use_cache=True,
+            output_hidden_states=self.output_hidden_states,
+            return_dict=True,
+        )
+        return outputs.logits, self._taps_of(outputs)
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
@@ -157,6 +178,7 @@ class Target:
     def keep(self, rows: list[int]) -> None:
         """Goes on with those of the live rows; the others' part of the cache stays as it is."""
         self.trees.keep(rows)
+        self.masks.forget()
         self.rows = [self.rows[row] for row in rows]
 
     def settle(self, last_tokens: torch.Tensor) -> None:
@@ -167,6 +189,7 @@ class Target:
         """
         self.rows = list(range(len(last_tokens)))
         self.trees.keep_all()
+        self.masks.forget()
         early = (self.trees.ends < self.trees.width).tolist()
         if any(early):
             self.verify(root_tree(last_tokens))

@@ -9,8 +9,9 @@ from stubs import decode, greedy, make_drafter, make_stub, make_target, make_tok
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_ddtree import DDTreeConfig
-from hf_ddtree.cache import TreeLayer, cache_name, output_cache
+from hf_ddtree.cache import cache_name, output_cache
 from hf_ddtree.models.dflash import DFlashDraftModel
+from hf_ddtree.tree_cache import TreeLayer
 
 FAMILIES = ("llama", "qwen3-sliding", "gemma3", "gpt_oss", "deepseek_v3")
 FIRST = torch.tensor([[7, 3, 44, 12, 9, 30, 2, 55, 41, 8]])

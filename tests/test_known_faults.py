@@ -7,7 +7,7 @@ from stubs import decode, greedy, make_drafter, make_stub, make_target
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig
 
 from hf_ddtree import DDTreeConfig, Drafter, tree_of_paths
-from hf_ddtree.attention import LayerKinds
+from hf_ddtree.attention import TreeMasks
 from hf_ddtree.benchmark import race
 from hf_ddtree.cache import cache_name, output_cache
 from hf_ddtree.drafting.assistant import table_of_positions
@@ -232,14 +232,14 @@ def test_fault_59_wide_trees_over_experts(family):
 
 def test_fault_58_a_round_costs_its_nodes_not_the_square_of_the_text(qwen, monkeypatch):
     """Masks have a row per node; logits one row in the prefill and a row per node after it."""
-    sizes, make, logits = [], LayerKinds.masks, []
+    sizes, make, logits = [], TreeMasks.write, []
 
     def masks(self, *args):
         made = make(self, *args)
         sizes.append(tuple(made.shape))
         return made
 
-    monkeypatch.setattr(LayerKinds, "masks", masks)
+    monkeypatch.setattr(TreeMasks, "write", masks)
     handle = qwen.register_forward_hook(lambda module, inputs, output: logits.append(output.logits.shape[1]))
     ids = torch.randint(2, 64, (1, 3000), generator=torch.Generator().manual_seed(0))
     decode(qwen, make_drafter(qwen), ids, max_new_tokens=8, tree_budget=20)

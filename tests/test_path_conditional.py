@@ -12,8 +12,9 @@ from stubs import BLOCK, VOCAB, StubDrafter, decode, greedy, make_context, make_
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 from hf_ddtree.drafting import DDTreeCandidateGenerator
-from hf_ddtree.drafting.corrections import BigramTable, logits_of_change, running_text_correction
+from hf_ddtree.drafting.corrections import BigramTable, logits_of_change
 from hf_ddtree.drafting.draft import Draft
+from hf_ddtree.drafting.running_text import running_text_correction
 from hf_ddtree.models.head import head_logits, is_plain_linear
 from hf_ddtree.training.bigrams import PRIOR, count_bigrams, save_table
 from hf_ddtree.tree import Marginals, build_tree_by_heap, build_tree_by_level, condition, top_marginals
@@ -506,7 +507,7 @@ def test_no_pairs_are_refused(texts):
 
 def test_running_text_counts_its_pairs():
     """Of each row its own."""
-    correct = running_text_correction([SMALL, SMALL[:1], SMALL[1:3]], 4, weight=0.5)
+    correct = running_text_correction([SMALL, SMALL[:1], SMALL[1:3]], weight=0.5)
     parents, children = torch.tensor([[0, 0, 0], [1, 2, 0]]), torch.tensor([[1, 2, 3], [0, 1, 2]])
     counts = torch.tensor([[[2, 1, 0]] * 3, [[2, 0, 0], [0, 0, 0], [0, 2, 1]]])
     once = torch.tensor([[[0, 0, 0]] * 3, [[1, 0, 0], [0, 0, 0], [0, 0, 0]]])
@@ -521,15 +522,15 @@ def test_running_text_knows_two_tokens_at_the_first_two_depths():
     parents, children = torch.tensor([[[1], [0], [0]]]), torch.tensor([[[0], [3], [3]]])
     pair, triple = torch.log(torch.tensor(3.0)), 2 * torch.log(torch.tensor(3.0))
     expected = torch.stack([pair + triple, pair + triple, pair]).view(1, 3, 1, 1)
-    torch.testing.assert_close(running_text_correction([ids], 4, weight=1.0)(parents, children), expected)
-    strangers = running_text_correction([torch.tensor([3, 1, 0, 3, 1, 0, 2, 1])], 4, weight=1.0)
+    torch.testing.assert_close(running_text_correction([ids], weight=1.0)(parents, children), expected)
+    strangers = running_text_correction([torch.tensor([3, 1, 0, 3, 1, 0, 2, 1])], weight=1.0)
     torch.testing.assert_close(strangers(parents, children)[0, 0], pair.view(1, 1))
 
 
 def test_corrections_add_up_before_the_temperature():
     """By hand: log softmax of (logits + both corrections) / temperature within the depth's candidates."""
     logits = torch.tensor([[[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]]])
-    table, text = count_bigrams([SMALL], 3), running_text_correction([SMALL], 3, 1.0)
+    table, text = count_bigrams([SMALL], 3), running_text_correction([SMALL], 1.0)
     draft = Draft(torch.tensor([[1]]), logits, (table.correction(2.0), text), torch.tensor([[0.5], [2.0]]))
     marginals = draft.marginals(DDTreeConfig(tree_budget=3))
     everything = torch.arange(3)[None]

@@ -312,7 +312,7 @@ def assert_walks_agree(tree, choices, max_depth):
     """Both walks; returns the tokens emitted, as `walk_at_once` gives them."""
     path, emitted = walk_at_once(tree, choices, max_depth)
     for row, (nodes, tokens, script) in enumerate(zip(path.tolist(), emitted.tolist(), choices.tolist(), strict=True)):
-        one = Tree(*(field[row : row + 1] for field in vars(tree).values()))
+        one = tree.row(row)
         accepted = walk(one, lambda node, script=script: (script[node], False))
         padding = [-1] * (max_depth + 1 - len(accepted.path))
         assert (nodes, tokens) == ([*accepted.path, *padding], [*accepted.tokens, *padding])
@@ -333,7 +333,7 @@ def test_fault_06_law_of_the_walk(budget):
     case = Case(dict(zip(prefixes_of(0, 1, 2), random_laws(random.Random(budget), 4), strict=False)), [])
     equally_likely = [[token for token in range(VOCAB) for _ in range(int(4 * case.p[of][token]))] for of in prefixes]
     choices = torch.cartesian_prod(*map(torch.tensor, equally_likely))
-    trees = Tree(*(field.expand(len(choices), -1) for field in vars(tree).values()))
+    trees = Tree(*(field.expand(len(choices), -1) for field in (tree.tokens, tree.parents, tree.depths, tree.scores)))
     assert bias(case, assert_walks_agree(trees, choices, max_depth=2)) == 0
 
 

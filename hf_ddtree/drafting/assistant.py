@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, PreTrainedModel
 
-from ..attention import LayerKinds
-from ..cache import TreeCache, TreeLayer, cache_name
+from ..attention import TreeMasks
+from ..cache import cache_name
 from ..configuration import DDTreeConfig
-from ..masks import visible_slots
 from ..target import check_target
 from ..tree import Tree, root_tree
+from ..tree_cache import TreeCache, TreeLayer
 from .drafter import Drafter, Request, device_of
 
 DEPTH = 5  # levels, unless `draft_block_size` says otherwise: each is a forward of the assistant
@@ -95,8 +95,8 @@ class AssistantDrafter(Drafter):
         check_assistant(assistant, target)
         self.assistant, self.config, self.rows = assistant, config, rows
         self.depth = config.draft_block_size - 1 if config.draft_block_size else DEPTH
-        self.kinds, self.cache_name = LayerKinds.of(assistant), cache_name(assistant)
-        windows = [self.kinds.window if kind == "sliding_attention" else None for kind in self.kinds.types]
+        self.masks, self.cache_name = TreeMasks(assistant), cache_name(assistant)
+        windows = [self.masks.window if kind == "sliding_attention" else None for kind in self.masks.types]
         self.cache = Cache(layers=[TreeLayer(window) for window in windows])
         self.trees = TreeCache(self.cache.layers, rows)
         self.vocab_size = min(vocabulary(assistant), vocabulary(target))
@@ -108,7 +108,9 @@ class AssistantDrafter(Drafter):
     def keep(self, rows: list[int]) -> None:
         """Goes on with those rows."""
         self.trees.drop_others(rows)
+        self.masks.forget()
 
+    @torch.no_grad()
     def draft(self, request: Request) -> Tree | None:
         """One forward for what was committed, and one for each deeper level; None where no depth is left.
 
@@ -142,9 +144,8 @@ class AssistantDrafter(Drafter):
         root = root_tree(roots)
         below = (pool.tokens, pool.parents + 1, pool.depths, pool.scores)
         above = (root.tokens, root.parents, root.depths, root.scores)
-        return Tree(
-            *(torch.cat([first, rest.to(first.device)], dim=1) for first, rest in zip(above, below, strict=True))
-        )
+        fields = (torch.cat([first, rest.to(first.device)], dim=1) for first, rest in zip(above, below, strict=True))
+        return Tree(*fields, depth_bound=depth)
 
     def _scaled(self, logits: torch.Tensor, noise: torch.Tensor | None, level: int) -> torch.Tensor:
         """[rows, n, vocab] log-probabilities that the tree is made of; -inf where there is a NaN."""
@@ -197,11 +198,11 @@ class AssistantDrafter(Drafter):
         Args:
             places, appended: as in `slot_mask`.
         """
-        visible = visible_slots(self.trees.ends.to(tokens.device), self.trees.width, None)
+        self.trees.plan(tokens.shape[1])
         known = self.assistant.get_input_embeddings().num_embeddings
         outputs = self.assistant(
             input_ids=tokens.clamp(max=known - 1),
-            attention_mask=self.kinds.masks(self.trees, visible, appended, places),
+            attention_mask=self.masks.write(self.trees, None, appended, places),
             position_ids=places[:, -tokens.shape[1] :],
             use_cache=True,
             return_dict=True,

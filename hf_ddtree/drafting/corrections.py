@@ -4,6 +4,7 @@ Each is a function of parents [rows, depth, k] and children [rows, depth, k], bo
 children's draft logits, [rows, depth, k, k] float32 (`Correction` in draft.py).
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from ..configuration import DDTreeConfig
 from ..models.dflash import DFlashDraftModel, noise_embeddings
 from ..models.head import capped, head_logits, is_plain_linear, logit_scale, logit_softcap
 from .draft import Correction
+from .pair_table import PairTable, can_tabulate
+from .running_text import running_text_correction
 
-TEXT_WINDOW = 4096  # tokens; bounds what sorting them costs each round
+# Given states [n, 1, hidden], parents [n, k] and children [n, k]: what is added to the children's logits, [n, k, k].
+Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Corrections:
@@ -34,6 +38,9 @@ class Corrections:
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, config: DDTreeConfig):
         self.drafter, self.target, self.config = drafter, target, config
         self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        self.change: Change = partial(transition_logits, drafter, target)
+        if can_tabulate(drafter, target):
+            self.change = PairTable(drafter, target)
         self.table = None if config.draft_table is None else BigramTable.load(config.draft_table, self.vocab_size)
 
     def __call__(self, texts: list[torch.Tensor], states: torch.Tensor) -> tuple[Correction, ...]:
@@ -48,17 +55,16 @@ class Corrections:
             return ()
         sources: list[Correction] = []
         if self.drafter.transition is not None and config.draft_transition is not False:
-            sources.append(partial(_transition, self.drafter, self.target, states))
+            sources.append(partial(_transition, self.change, states))
         if self.table is not None:
             sources.append(self.table.correction(config.draft_table_weight))
         if config.draft_text_weight:
-            sources.append(running_text_correction(texts, self.vocab_size, config.draft_text_weight))
+            sources.append(running_text_correction(texts, config.draft_text_weight))
         return tuple(sources)
 
 
 def _transition(
-    drafter: DFlashDraftModel,
-    target: PreTrainedModel,
+    change: Change,
     states: torch.Tensor,
     parents: torch.Tensor,
     children: torch.Tensor,
@@ -67,16 +73,29 @@ def _transition(
     correction = torch.zeros(rows, depth, k, k, device=children.device)
     if depth < 2:  # the root, parent of the first depth, is in the noise block: the drafter knows it
         return correction
+    states = states[:, 1:depth].flatten(0, 1)[:, None]  # [rows * (depth - 1), 1, hidden]
+    changed = change(states, parents[:, 1:].flatten(0, 1), children[:, 1:].flatten(0, 1))
+    correction[:, 1:] = changed.view(rows, depth - 1, k, k)
+    return correction
+
+
+def transition_logits(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    states: torch.Tensor,
+    parents: torch.Tensor,
+    children: torch.Tensor,
+) -> torch.Tensor:
+    """[n, k, k] float32: what is added to the logits of `children` [n, k] after `parents` [n, k] at `states` [n, 1, h].
+
+    `PairTable` gives the same up to rounding, where it can.
+    """
     assert drafter.transition is not None
     embedding = target.get_input_embeddings()
     known = getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
-    parents = parents[:, 1:].flatten(0, 1).clamp(max=known - 1)  # a padded head may have more rows
-    embeddings = noise_embeddings(embedding, parents)  # [rows * (depth - 1), k, hidden]
-    states = states[:, 1:depth].flatten(0, 1)[:, None]
+    embeddings = noise_embeddings(embedding, parents.clamp(max=known - 1))  # a padded head may have more rows
     change = drafter.transition(states, embeddings.to(states.device, states.dtype))
-    changed = logits_of_change(target, states, change, children[:, 1:].flatten(0, 1))
-    correction[:, 1:] = changed.view(rows, depth - 1, k, k)
-    return correction
+    return logits_of_change(target, states, change, children)
 
 
 def logits_of_change(
@@ -185,44 +204,3 @@ def _find(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, to
     """Whether each of `wanted` is in `ordered` [n], and where."""
     place = torch.searchsorted(ordered, wanted).clamp(max=len(ordered) - 1)
     return ordered[place] == wanted, place
-
-
-def running_text_correction(texts: list[torch.Tensor], vocab_size: int, weight: float) -> Correction:
-    """What the last `TEXT_WINDOW` tokens of each row say: `weight` * (log(1 + pairs) + 2 log(1 + triples)).
-
-    Pairs count how often the child followed the parent, triples how often it followed the parent and the token before
-    that, which is committed text for the first two depths; deeper it depends on the path and is left out.
-
-    Args:
-        texts: per row [length] prompt and output so far, the root last.
-    """
-    texts = [ids[-TEXT_WINDOW:] for ids in texts]
-    counts = [_Counts(ids, vocab_size) for ids in texts]
-
-    def correct(parents: torch.Tensor, children: torch.Tensor) -> torch.Tensor:
-        keys = parents[..., :, None] * vocab_size + children[..., None, :]
-        return weight * torch.stack([count(of_row) for count, of_row in zip(counts, keys, strict=True)])
-
-    return correct
-
-
-class _Counts:
-    """Pairs and triples of neighbours in one text, sorted."""
-
-    def __init__(self, ids: torch.Tensor, vocab_size: int):
-        self.last, self.square = ids[-2:], vocab_size**2
-        self.pairs = (ids[:-1] * vocab_size + ids[1:]).sort().values
-        self.triples = ((ids[:-2] * vocab_size + ids[1:-1]) * vocab_size + ids[2:]).sort().values
-
-    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
-        """log(1 + pairs) + 2 log(1 + triples) of pairs `keys` [depth, k, k]."""
-        score = _count(self.pairs, keys).log1p()
-        if len(self.triples):
-            before = self.last[: len(keys), None, None]  # the tokens before the first two depths' parents
-            score[:2] += 2 * _count(self.triples, before * self.square + keys[:2]).log1p()
-        return score
-
-
-def _count(ordered: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How often each of `wanted` is in `ordered` [n]; float32."""
-    return (torch.searchsorted(ordered, wanted, right=True) - torch.searchsorted(ordered, wanted)).float()

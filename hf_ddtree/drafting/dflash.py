@@ -8,14 +8,15 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..cache import TreeCache, TreeLayer
+from ..compiled import Forwards
 from ..configuration import DDTreeConfig
 from ..context import Context
-from ..masks import Cached, slot_mask, visible_slots
+from ..masks import MaskBuffer
 from ..models.dflash import DFlashDraftModel, noise_embeddings
 from ..models.dflash_config import CAUSAL_LAYER_TYPES
 from ..models.head import head_logits
 from ..tree import Tree, build_tree, root_tree
+from ..tree_cache import TreeCache, TreeLayer
 from .corrections import Corrections
 from .draft import Draft, calibrated_temperatures
 from .drafter import Drafter, Request, device_of
@@ -45,6 +46,10 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         self.block_size = config.draft_block_size or drafter.config.block_size
         self.cache = Cache(layers=[TreeLayer(self._window(kind)) for kind in drafter.config.layer_types])
         self.trees = TreeCache(self.cache.layers, rows)
+        self.masks = {
+            kind: MaskBuffer(drafter.dtype, self._window(kind)) for kind in dict.fromkeys(drafter.config.layer_types)
+        }
+        self.forwards = Forwards(config.compile, drafter.device)
         self.corrections = Corrections(drafter, target, config)
         self.temperatures = calibrated_temperatures(drafter, device_of(target, torch.device("cpu")))
 
@@ -68,6 +73,8 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
     def keep(self, rows: list[int]) -> None:
         """Goes on with those rows."""
         self.trees.drop_others(rows)
+        for mask in self.masks.values():
+            mask.forget()
 
     def leave(self, pending: Context | None) -> "Kept":
         """The drafter's cache, for a next turn."""
@@ -94,6 +101,7 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
             for buffer in buffers
         )
 
+    @torch.no_grad()
     def draft_block(self, root_tokens: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafter forward through the target's embedding and head.
 
@@ -101,30 +109,58 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
             Logits [rows, block_size - 1, vocab] and the drafter's states [rows, block_size - 1, hidden] they come from.
         """
         device, block = device_of(self.drafter, root_tokens.device), self.block_size
+        known = self.trees.width > 0  # else this is the prompt, of any length
+        if known and self.forwards.fixed:  # most rounds commit no more than a block
+            context = context.padded(max(block, self.forwards.bucket(context.positions.shape[1])))
         noise_ids = root_tokens.new_full((len(root_tokens), block), self.drafter.config.mask_token_id)
         noise_ids[:, :1] = root_tokens
         lengths = torch.tensor(context.lengths, device=context.positions.device)[:, None]
         last = context.positions.gather(1, (lengths - 1).clamp(min=0))
         block_positions = last + torch.arange(1, block + 1, device=last.device)
         positions = torch.cat([context.positions, block_positions], dim=1)
-        masks = self._masks(context.lengths, context.positions.shape[1])
         try:
-            hidden = self.drafter(
-                noise_embeds=noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(device),
-                context_hidden_states=context.hidden_states.to(device),
-                position_ids=positions.to(device),
-                attention_mask={kind: mask if mask is None else mask.to(device) for kind, mask in masks.items()},
-                cache=self.cache,
-            ).last_hidden_state
+            self.trees.plan(positions.shape[1], whole=known and self.forwards.fixed)
+            masks = self._masks(context.lengths, context.positions.shape[1], device)
+            inputs: dict[str, Any] = {
+                "noise_ids": noise_ids,
+                "context": context.hidden_states.to(device),
+                "positions": positions.to(device),
+                "masks": masks,
+                "columns": self.trees.columns,
+            }
+            if known:
+                logits, states = self.forwards.run(self._forward, inputs, self.trees.anchors)
+            else:
+                logits, states = self._forward(**inputs)
         except BaseException:
             self.trees.rollback()
             raise
         self.trees.commit([list(range(length)) for length in context.lengths])
+        return logits, states
 
+    def _forward(
+        self,
+        noise_ids: torch.Tensor,
+        context: torch.Tensor,
+        positions: torch.Tensor,
+        masks: dict[str, torch.Tensor | None],
+        columns: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and states of a block; `columns` of the cache get keys and values of the context, then the block."""
+        self.trees.write_to(columns)
+        embeddings = noise_embeddings(self.target.get_input_embeddings(), noise_ids).to(context.device)
+        drafter = self.forwards.compiled(self.drafter) if columns else self.drafter
+        hidden = drafter(
+            noise_embeds=embeddings,
+            context_hidden_states=context,
+            position_ids=positions,
+            attention_mask=masks,
+            cache=self.cache,
+        ).last_hidden_state
         states = hidden[:, 1:]
-        flat = states.flatten(0, 1).to(root_tokens.device, self.target.dtype)
+        flat = states.flatten(0, 1).to(noise_ids.device, self.target.dtype)
         logits = head_logits(self.target, flat).view(*states.shape[:2], -1)
-        return logits.to(root_tokens.device), states
+        return logits.to(noise_ids.device), states
 
     def _window(self, kind: str) -> int | None:
         """How many places back a layer of `kind` sees; a layer that sees both ways counts its window inclusively."""
@@ -133,31 +169,31 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         causal = kind in CAUSAL_LAYER_TYPES[self.drafter.config.causal_layers]
         return self.drafter.config.sliding_window + (not causal)
 
-    def _masks(self, lengths: list[int], new: int) -> dict[str, torch.Tensor | None]:
+    def _masks(self, lengths: list[int], new: int, device: torch.device) -> dict[str, torch.Tensor | None]:
         """By layer type, what the block sees of [cached context, `new` columns of new context, block].
 
         Args:
             lengths: per row, how much of the new context is its own.
         """
-        width, ends, owned = self.trees.width, self.trees.ends[:, None], torch.tensor(lengths)[:, None]
-        visible = visible_slots(self.trees.ends, width, None)
+        ends, owned = self.trees.ends[:, None], torch.tensor(lengths)[:, None]
         column = torch.arange(new + self.block_size)
         own = (column < owned) | (column >= new)  # [rows, new + block]
         # A row's block follows its own context, however long the others' is.
         places = ends + torch.where(column < new, column, column - new + owned)
-        ragged = not bool((ends == width).all() and (owned == new).all())
+        ragged = not bool((ends == self.trees.width).all() and (owned == new).all())
         masks: dict[str, torch.Tensor | None] = {}
         for kind, layer in zip(self.drafter.config.layer_types, self.trees.layers, strict=True):
             window, causal = self._window(kind), kind in CAUSAL_LAYER_TYPES[self.drafter.config.causal_layers]
             if kind in masks:
                 continue
-            if not (ragged or causal or window):
+            if not (ragged or causal or window or self.forwards.fixed):
                 masks[kind] = None
                 continue
             ahead = places[:, None] - places[:, new:, None]  # [rows, block, new + block]
             appended = own[:, None] & (ahead < (1 if causal else window or self.block_size))
-            cached = Cached(visible[:, layer.first :], layer.first)
-            masks[kind] = slot_mask(cached, appended, places, self.drafter.dtype, window)
+            masks[kind] = self.masks[kind].write(
+                self.trees.ends, None, appended.to(device), places.to(device), layer.view_of(self.trees.width, appended)
+            )
         return masks
 
 

@@ -44,7 +44,7 @@ def tree_of_paths(
         torch.tensor([[node[field] for node in row] for row in nodes], device=roots.device) for field in range(3)
     )
     scores = torch.tensor([[node[3] for node in row] for row in nodes], dtype=torch.float64, device=roots.device)
-    return Tree(tokens, parents, depths, scores)
+    return Tree(tokens, parents, depths, scores, depth_bound=max(node[2] for row in nodes for node in row))
 
 
 def _heaviest(paths: Sequence[Sequence[int]], weights: Sequence[Sequence[float]], budget: int, least: float) -> Row:

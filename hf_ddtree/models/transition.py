@@ -32,5 +32,12 @@ class Transition(nn.Module):
 
     def forward(self, states: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """The change of `states` [..., hidden] after parents of embeddings [..., hidden]; the two broadcast."""
-        middle = self.state_proj(self.state_norm(states)) + self.parent_proj(self.parent_norm(parents))
-        return self.up_proj(nn.functional.silu(middle))
+        return self.up_proj(nn.functional.silu(self.of_state(states) + self.of_parent(parents)))
+
+    def of_state(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., rank] what a state brings into the middle."""
+        return self.state_proj(self.state_norm(states))
+
+    def of_parent(self, parents: torch.Tensor) -> torch.Tensor:
+        """[..., rank] what a parent of these embeddings brings into the middle."""
+        return self.parent_proj(self.parent_norm(parents))
