@@ -103,7 +103,7 @@ class SafeRounds:
         depth = emissions.remaining - 1
         if depth < 1 or self.rests or self.pending is None or (self.auto is not None and self.auto.rests):
             return None
-        budget = emissions.config.most_nodes if self.auto is None else self.auto.most
+        budget = None if self.auto is None else self.auto.most
         try:
             drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise, budget))
             if isinstance(drafted, Tree):

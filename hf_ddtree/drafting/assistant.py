@@ -118,7 +118,7 @@ class AssistantDrafter(Drafter):
             ValueError: the text is longer than the assistant's table of positions. Past its end an accelerator would
                 not raise an error but abort, and take the target with it.
         """
-        depth, budget = min(self.depth, request.max_depth), request.budget
+        depth, budget = min(self.depth, request.max_depth), request.budget or self.config.most_nodes
         if depth < 1:
             return None
         if self.positions is not None:

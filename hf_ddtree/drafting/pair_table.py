@@ -55,8 +55,9 @@ class PairTable:
         embeds, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
         last = getattr(embeds, "num_embeddings", len(self.known)) - 1  # a padded head may have more rows
         embeddings = noise_embeddings(embeds, new.clamp(max=last)).to(self.before.dtype)
-        self.before[new] = transition.of_parent(embeddings)
-        self.after[new] = head.weight[new].to(self.after.dtype) @ transition.up_proj.weight
+        self.before[new] = transition.of_parent(embeddings).to(self.before.dtype)
+        after = head.weight[new].to(self.after.dtype) @ transition.up_proj.weight
+        self.after[new] = after.to(self.after.dtype)  # autocast, in training, has dtypes of its own
         self.known[new] = True
 
 
