@@ -14,6 +14,8 @@ from transformers import (
 from .models import DFlashDraftModel
 from .models.smollm2 import smollm2_path
 
+DEMO_DRAFTER = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-dflash"
+
 
 def model_name(model: str | Path) -> str | Path:
     """The folder or Hub name that `--model` means; `smollm2` is the demo's target."""
@@ -61,6 +63,19 @@ def load_dflash(drafter: str | Path, target: PreTrainedModel) -> DFlashDraftMode
     if not isinstance(loaded, DFlashDraftModel):
         raise ValueError(f"`--drafter {drafter}` is no DFlash drafter, and this measures those; name one.")
     return loaded
+
+
+def load_assistant(assistant: str, target: PreTrainedModel) -> PreTrainedModel:
+    """The causal LM that `--assistant` names, in the target's dtype and on its device; raises ValueError for others."""
+    try:
+        if not _is_causal_lm(model_name(assistant)):
+            raise ValueError("it is no causal LM with a head of its own")
+        loaded = AutoModelForCausalLM.from_pretrained(model_name(assistant), dtype=target.dtype)
+        return loaded.to(target.device)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`--assistant {assistant}` can't be loaded; {_found(assistant)}: {_first_line(error)}"
+        ) from error
 
 
 def _is_causal_lm(name: str | Path) -> bool:

@@ -82,8 +82,10 @@ def folders(tmp_path_factory):
 
 def bench(folders, *extra, what="sampling", data="text.jsonl"):
     paths = ["--model", folders / "target", "--drafter", folders / "drafter", "--data", folders / data]
-    common = ["--prompts", "3", "--max-new-tokens", "10", "--repeats", "1", "--budget", "8", "--dtype", "float32"]
-    return main(["bench", what, *map(str, paths), *common, *extra])
+    common = ["--prompts", "3", "--dtype", "float32"]
+    calls = [] if what == "drafter" else ["--max-new-tokens", "10", "--repeats", "1"]
+    budget = ["--budget", "8"] if what == "sampling" else []
+    return main(["bench", what, *map(str, paths), *common, *calls, *budget, *extra])
 
 
 def test_bench_sampling_prints_tables_and_json(folders, capsys, tmp_path):
