@@ -154,12 +154,14 @@ def follow_on(target: PreTrainedModel) -> None:
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     embedding.normal_(std=CLEAR)
     torch.mul(embedding.roll(1, 0), target.config.initializer_range / CLEAR, out=head)
-    head[0] = 0.0  # nothing follows the last token, which drafters have for a mask: all drafts would be of its successor
+    head[0] = (
+        0.0  # nothing follows the last token, which drafters have for a mask: all drafts would be of its successor
+    )
 
 
 def spread(target: PreTrainedModel) -> float:
     """The standard deviation of logits of a random state after a norm."""
-    head = target.get_output_embeddings().weight
+    head = target.get_output_embeddings().weight.detach()
     return float(head[1:1024].float().std()) * math.sqrt(head.shape[1])
 
 

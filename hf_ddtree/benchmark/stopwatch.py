@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class Round:
     forwards: dict[str, float] = field(default_factory=dict)
     replays: int = 0
     ended: float = 0.0
+
+    @property
+    def replayed(self) -> bool:
+        """Whether both forwards were a graph's."""
+        return self.replays == len(FORWARDS)
 
 
 class Stopwatch:
@@ -67,20 +73,17 @@ class Stopwatch:
             name = "target" if isinstance(getattr(function, "__self__", None), Target) else "drafter"
             return self._run(name, forwards, lambda: run(forwards, function, *inputs))
 
-        Figures.stage, Forwards.run = timed_stage, timed_run  # type: ignore[method-assign]
+        Figures.stage, Forwards.run = timed_stage, timed_run  # type: ignore[assignment, method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         Figures.stage, Forwards.run = self.originals  # type: ignore[method-assign]
         self.rounds = self.rounds[:-1]  # the last one's end was not seen
 
-    def steady(self, replayed: bool) -> list[Round]:
-        """Rounds as they are once all has been recorded and chosen.
-
-        Args:
-            replayed: only those whose forwards were both replayed.
-        """
-        return [each for each in self.rounds[SETTLING:] if each.replays == len(FORWARDS) or not replayed]
+    def steady(self) -> list[Round]:
+        """Rounds as they are once all is chosen and recorded: where any were replayed, only those."""
+        later = self.rounds[SETTLING:]
+        return [each for each in later if each.replayed] or later
 
     def _begin(self) -> None:
         now = time.perf_counter()
@@ -119,7 +122,7 @@ class TokenClock(BaseStreamer):
     def median_ms(self) -> float:
         """Between two tokens, without the prefill and the first ones."""
         times = self.times[1 + SETTLING :]
-        return median_ms([after - before for before, after in zip(times, times[1:], strict=False)])
+        return median_ms([after - before for before, after in pairwise(times)])
 
 
 def median_ms(seconds: list[float]) -> float:
