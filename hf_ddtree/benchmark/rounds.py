@@ -26,8 +26,8 @@ TREES = {"off": "DDTree, eager", "graphs": "DDTree, graphs"}
 MOST_OUTSIDE = 0.05  # of a round, outside the two forwards, with graphs
 FEWEST_ROUNDS = 10
 LEGEND = (
-    "tokens/s, ms/round: medians, without the prefill and the first rounds or tokens; stages and forwards: the same, of\n"
-    "a call that waits for the device after each; outside: share of ms/round that is not in the two forwards."
+    "tokens/s, ms/round: medians, without the prefill and the first rounds or tokens; stages and forwards: the same,\n"
+    "of a call that waits for the device after each; outside: share of ms/round that is not in the two forwards."
 )
 Row = dict[str, Any]
 
@@ -67,25 +67,27 @@ def bench_rounds(options: argparse.Namespace) -> int:
     """
     check_options(options)
     subject = make_subject(options)
+    print(heading(subject, options), flush=True)
     plain, text = plain_row(subject, PLAIN, {})
-    static, static_text = static_row(subject)
-    oracle = Oracle(subject.drafter, text, options.acceptance)
-    trees, texts = zip(*(tree_row(subject, oracle, mode, options.budget) for mode in TREES), strict=True)
-    rows = [plain, static, *trees]
-    for row, other in zip(rows, (text, static_text, *texts), strict=True):
+    rows: list[Row] = []
+
+    def take(row: Row, other: torch.Tensor | None) -> None:
         row["same_text"] = other is not None and torch.equal(other, text)
-        if row.get("ms_per_token"):
+        if "failure" not in row:
             row["speed_up"] = round(plain["ms_per_token"] / row["ms_per_token"], 2)
-    checks = {"graphs and eager: same tokens": torch.equal(*texts), **checks_of(rows, subject)}
-    _print_rows(subject, rows, options)
-    for name, passed in checks.items():
-        print(f"{'ok' if passed else 'FAILED':>6}  {name}")
-    if not subject.has_graphs:
-        print(f"no graphs here ({subject.device.type}): what they save is not checked")
-    record = setting(subject, options) | {"rows": rows, "checks": checks, "graphs_here": subject.has_graphs}
-    print(json.dumps(record), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        rows.append(row)
+        print(line(row), flush=True)  # whatever may stop the rest
+
+    take(plain, text)
+    oracle = Oracle(subject.drafter, text, options.acceptance)
+    decoded = []
+    for mode in TREES:
+        row, tokens = tree_row(subject, oracle, mode, options.budget)
+        take(row, tokens)
+        decoded.append(tokens)
+    take(*static_row(subject))  # the last, for compiling may take longer than there is time
+    checks = {"graphs and eager: same tokens": torch.equal(*decoded), **checks_of(rows, subject)}
+    _report(setting(subject, options) | {"rows": rows, "checks": checks, "graphs_here": subject.has_graphs}, options)
     return 0 if all(checks.values()) else 1
 
 
@@ -184,7 +186,7 @@ def times_of(staged: list[Round], free: list[Round], acceptance: float) -> Row:
 
 def checks_of(rows: list[Row], subject: Subject) -> dict[str, bool]:
     """What must hold besides; of graphs only where there are any."""
-    eager, graphs = rows[-2:]
+    _, eager, graphs, _ = rows
     checks = {
         "trees and plain decoding: same tokens": eager["same_text"] and graphs["same_text"],
         "no round fell back": not eager["fallback_rounds"] and not graphs["fallback_rounds"],
@@ -211,28 +213,36 @@ def setting(subject: Subject, options: argparse.Namespace) -> Row:
     }
 
 
-def _print_rows(subject: Subject, rows: list[Row], options: argparse.Namespace) -> None:
-    weights = subject.target.get_memory_footprint() / 1e9
-    print(
-        f"{options.shape}, random weights ({weights:.3g} GB, {subject.target.dtype}), on "
-        f"{hardware(subject.device).get('accelerator', 'CPU')}; context {options.context}, budget {options.budget}, "
-        f"{subject.new_tokens} tokens, an oracle of {options.acceptance:g} tokens a round:"
-    )
-    heads = [*STAGES, *FORWARDS]
-    columns = "".join(f"{name:>9}" for name in heads)
-    print(
-        f"{'method':<29}{'tokens/s':>9}{'speed-up':>9}{'accepted':>9}{'ms/round':>9}{columns}{'outside':>9}  same text"
-    )
-    for row in rows:
-        print(_line(row, heads))
+def _report(record: Row, options: argparse.Namespace) -> None:
+    """What follows the table."""
     print(LEGEND)
+    for name, passed in record["checks"].items():
+        print(f"{'ok' if passed else 'FAILED':>6}  {name}")
+    if not record["graphs_here"]:
+        print(f"no graphs here ({options.device}): what they save is not checked")
+    print(json.dumps(record), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _line(row: Row, heads: list[str]) -> str:
+def heading(subject: Subject, options: argparse.Namespace) -> str:
+    """Conditions, and the table's head."""
+    weights, machine = subject.target.get_memory_footprint() / 1e9, hardware(subject.device)
+    columns = "".join(f"{name:>9}" for name in (*STAGES, *FORWARDS, "outside"))
+    return (
+        f"{options.shape}, random weights ({weights:.3g} GB, {subject.target.dtype}), on "
+        f"{machine.get('accelerator', machine['cpu'])}; context {options.context}, budget {options.budget}, "
+        f"{subject.new_tokens} tokens, an oracle of {options.acceptance:g} tokens a round:\n"
+        f"{'method':<29}{'tokens/s':>9}{'speed-up':>9}{'accepted':>9}{'ms/round':>9}{columns}  same text"
+    )
+
+
+def line(row: Row) -> str:
+    """Of the table."""
     if "failure" in row:
         return f"{row['method']:<29}  {row['failure']}"
-    times = {**row.get("stages_ms", {}), **row.get("forwards_ms", {})}
-    columns = "".join(f"{times[name]:>9.3f}" if name in times else f"{'-':>9}" for name in heads)
+    times = row.get("stages_ms", {}) | row.get("forwards_ms", {})
+    columns = "".join(f"{times[name]:>9.3f}" if name in times else f"{'-':>9}" for name in (*STAGES, *FORWARDS))
     outside = f"{row['outside']:>9.1%}" if "outside" in row else f"{'-':>9}"
     method = "plain generate, compiled" if row.get("compiled") else row["method"]
     return (
