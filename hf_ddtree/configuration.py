@@ -29,6 +29,7 @@ OWN_FIELDS: dict[str, Any] = {
     "synchronize_stages": False,
 }
 DRAFTERS = ("lookup",)
+MOST_NODES = 256  # of a round whose budget is "auto"
 # Not "quantized", whose entries can't be moved, nor "paged", which is another way to generate altogether.
 CACHES = ("dynamic", "offloaded", *ALL_STATIC_CACHE_IMPLEMENTATIONS)
 TREE_SHAPES = ("best_first", "chain")
@@ -52,6 +53,9 @@ class DDTreeConfig(GenerationConfig):
         drafter: "lookup" drafts what followed the same words before, in the prompt or the output, and needs no model;
             None = what is given as `assistant_model`.
         tree_budget: nodes drafted per round, the root left out. 0 drafts nothing: plain decoding by the same loop.
+            "auto" verifies in each round as many as pay, by the time that forwards take here, which is measured at
+            first use (some seconds) and kept in the user's cache, and by what the round's drafts promise; where drafts
+            don't pay, rounds are decoded plainly. In 16 bit near-ties may then fall differently from call to call.
         tree_shape: "best_first", the paper's tree, or "chain", the drafter's best token at each depth.
         tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact, and no fewer
             than 32 where drafts depend on their parents.
@@ -112,11 +116,15 @@ class DDTreeConfig(GenerationConfig):
         return DDTreeMode.DDTREE
 
     @property
-    def candidates_per_depth(self) -> int:
-        """Tokens that a tree may take from one depth."""
+    def most_nodes(self) -> int:
+        """`tree_budget`, or what it never exceeds where it is "auto"."""
+        return MOST_NODES if self.tree_budget == "auto" else self.tree_budget
+
+    def candidates(self, budget: int) -> int:
+        """Tokens that a tree of `budget` nodes may take from one depth."""
         if self.tree_shape == "chain":
             return 1
-        return max(1, min(self.tree_top_k or self.tree_budget, self.tree_budget))
+        return max(1, min(self.tree_top_k or budget, budget))
 
     @property
     def sampling_temperature(self) -> float:
@@ -142,7 +150,7 @@ class DDTreeConfig(GenerationConfig):
     def validate(self, *args: Any, **kwargs: Any) -> None:
         """Checks the base class's fields, then the tree's, then what the strategy cannot do."""
         super().validate(*args, **kwargs)
-        _check_int("tree_budget", self.tree_budget, minimum=0, optional=False)
+        _check_budget(self.tree_budget)
         _check_int("tree_top_k", self.tree_top_k, minimum=1, optional=True)
         _check_int("draft_block_size", self.draft_block_size, minimum=1, optional=True)
         _check_choice("tree_shape", self.tree_shape, TREE_SHAPES)
@@ -178,6 +186,11 @@ class DDTreeConfig(GenerationConfig):
             )
         if rule == "walk":
             return
+        if self.tree_budget == "auto":
+            raise ValueError(
+                f'`tree_budget="auto"` does not go with `acceptance="{rule}"`, which judges the whole tree that was '
+                'drawn; give a number, or leave `acceptance` at "walk".'
+            )
         if self.draft_noise_scale:
             raise ValueError(
                 f'`draft_noise_scale={self.draft_noise_scale}` does not go with `acceptance="{rule}"`, whose drafts '
@@ -239,6 +252,13 @@ def _is_between(value: Any, low: float, high: float) -> bool:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+
+
+def _check_budget(value: Any) -> None:
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f'`tree_budget` is {value!r}; it must be an integer of at least 0, or "auto".')
 
 
 def _check_int(name: str, value: Any, minimum: int, optional: bool) -> None:

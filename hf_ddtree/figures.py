@@ -30,6 +30,8 @@ class Figures:
         self.of_row: dict[tuple, list[int]] = {row: [] for row in emissions.live}
         self.rows = len(emissions.live)
         self.rounds = self.verified_nodes = 0
+        self.budgets: list[int] = []
+        self.chains: torch.Tensor | int = 0  # rounds whose trees were chains; stays on the device until the end
         self.fallbacks: Counter[str] = Counter()
         self.broken: torch.Tensor | int = 0  # rounds with NaN in the draft; stays on the device until the end
 
@@ -48,6 +50,12 @@ class Figures:
             self.fallbacks["nan"] = rounds
         return dict(self.fallbacks)
 
+    @property
+    def shapes(self) -> dict[str, int]:
+        """Rounds by the shape of their trees, the prefill left out."""
+        drafted, chains = sum(nodes > 0 for nodes in self.budgets), int(self.chains)
+        return {"plain": max(self.rounds - 1 - drafted, 0), "chain": chains, "tree": drafted - chains}
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the wall time of the block to stage `name`."""
@@ -61,6 +69,10 @@ class Figures:
         """Counts one committed round, before ended rows are dropped."""
         self.rounds += 1
         self.verified_nodes += tree.tokens.numel() - len(accepted)
+        self.budgets.append(tree.num_nodes - 1)
+        if tree.num_nodes > 1:
+            order = torch.arange(tree.num_nodes - 1, device=tree.parents.device)
+            self.chains = self.chains + (tree.parents[:, 1:] == order).all()
         for row, each in zip(self.emissions.live, accepted, strict=True):
             self.of_row[row].append(len(each.tokens))
 

@@ -1,7 +1,11 @@
 """Draft, build and verify, with their failures kept from the text: a round is redone smaller, or plainly."""
 
+import time
+
 import torch
 
+from .acceptance import Accepted
+from .budget import AutoBudget
 from .context import Context
 from .drafting import Draft, Drafter, Request
 from .emission import Emissions
@@ -9,6 +13,7 @@ from .figures import Figures
 from .rules import AcceptanceRule
 from .target import Target
 from .tree import Tree, check_trees
+from .verify_times import key_of, known_or_measured
 
 LEFT = "ddtree_drafter"  # attribute of a target's cache
 MOST_FAILURES = 3  # in a row; then the drafter rests for the rest of the call
@@ -27,11 +32,34 @@ class SafeRounds:
         self.pending: Context | None = None  # what the drafter has not been told
         self.failures = 0
         self.node_limit: int | None = None
+        self.auto: AutoBudget | None = None
+        self.judged = (0.0, 0.0)  # when the last round ended, and seconds of all forwards by then
 
     @property
     def rests(self) -> bool:
         """Whether the drafter is not asked any more."""
         return self.failures == MOST_FAILURES or not self.figures.emissions.config.tree_budget
+
+    def prepare(self, emissions: Emissions) -> None:
+        """After the prefill: what forwards cost is looked up or measured, where budgets depend on it."""
+        if emissions.config.tree_budget != "auto" or emissions.remaining < 2:
+            return
+        target, rows = self.target, len(self.target.rows)
+        key = key_of(target.model, rows, target.trees.width, target.forwards.mode)
+        times = known_or_measured(key, lambda nodes: self._rehearse(emissions.prompts, nodes), rows)
+        self.auto = AutoBudget(times, rows)
+
+    def judge(self, tree: Tree, accepted: list[Accepted]) -> None:
+        """After a commit: what the round cost and brought bears on the next one's budget."""
+        now, verify_seconds = time.perf_counter(), self.figures.seconds["verify"]
+        (before, verified), self.judged = self.judged, (now, verify_seconds)
+        if self.auto is None or self.figures.rounds == 1:
+            return
+        if tree.num_nodes == 1:
+            self.auto.rested()
+        else:
+            on_cpu = tree.tokens.device.type == "cpu"  # elsewhere the stage ends before the forward does
+            self.auto.learn(tree, accepted, now - before, verify_seconds - verified if on_cpu else 0.0)
 
     def resume(self) -> None:
         """Before the prefill: the drafter goes on from what it left with a cache that was given."""
@@ -73,10 +101,11 @@ class SafeRounds:
     def draft(self, emissions: Emissions) -> Draft | Tree | None:
         """The drafter's answer; None where it failed or there is nothing to ask."""
         depth = emissions.remaining - 1
-        if depth < 1 or self.rests or self.pending is None:
+        if depth < 1 or self.rests or self.pending is None or (self.auto is not None and self.auto.rests):
             return None
+        budget = emissions.config.most_nodes if self.auto is None else self.auto.most
         try:
-            drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise))
+            drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise, budget))
             if isinstance(drafted, Tree):
                 check_trees(drafted, emissions.roots, self.target.vocab_size)
             elif drafted is not None:
@@ -92,11 +121,13 @@ class SafeRounds:
     def build(self, roots: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
         """The rule's trees; the roots alone where they can't be built."""
         try:
-            tree = self.rule.build(roots, drafted)
+            tree = self.rule.build(roots, drafted, None if self.auto is None else self.auto.most)
             self.failures = 0 if drafted is not None else self.failures
         except Exception as error:
             self._failed("tree of the drafter", error)
             tree = self.rule.build(roots, None)
+        if self.auto is not None and tree.num_nodes > 1:
+            tree = self.rule.cut(tree, self.auto.choose(tree))
         return tree if self.node_limit is None else self.rule.cut(tree, self.node_limit)
 
     def verify(self, tree: Tree) -> tuple[Tree, torch.Tensor]:
@@ -115,6 +146,19 @@ class SafeRounds:
                 "the rest of this call. The text does not change. Lower `tree_budget` or the batch size.",
             )
             tree = self.rule.cut(tree, self.node_limit)
+
+    def _rehearse(self, prompts: torch.Tensor, nodes: int) -> None:
+        """A forward over the prompts' last tokens, again and again, as a chain; raises MemoryError."""
+        rows, place = len(self.target.rows), torch.arange(nodes, device=prompts.device)
+        known = prompts[:, -nodes:] if prompts.shape[1] else place.expand(rows, -1)  # a prompt of embeddings has none
+        parents, depths = (place - 1).clamp(min=0).expand(rows, -1), place.expand(rows, -1)
+        tokens = known.repeat(rows // len(known), 1)[:, place % known.shape[1]]
+        try:
+            self.target.rehearse(Tree(tokens, parents, depths, -depths.double(), depth_bound=nodes - 1))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise MemoryError(f"no memory for {nodes} nodes") from error
 
     def _failed(self, what: str, error: Exception) -> None:
         self.failures += 1

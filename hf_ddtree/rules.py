@@ -26,8 +26,12 @@ class AcceptanceRule(Protocol):
         """What the draft should add to its logits `like` [live rows, depth, vocab]; None = nothing."""
         ...
 
-    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
-        """The round's trees, one per live row; the roots alone where nothing was drafted."""
+    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None, budget: int | None = None) -> Tree:
+        """The round's trees, one per live row; the roots alone where nothing was drafted.
+
+        Args:
+            budget: nodes below a root, at most; None = the config's.
+        """
         ...
 
     def cut(self, tree: Tree, nodes: int) -> Tree:
@@ -76,7 +80,7 @@ class WalkRule:
         rows = [torch.stack(self._noise(row, depth, like)) for row in self.emissions.live]
         return scale * self.config.sampling_temperature * torch.stack(rows).float()
 
-    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
+    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None, budget: int | None = None) -> Tree:
         """The best-first trees of the draft under the noise that the target will choose by."""
         self.depth = 0
         if drafted is None:
@@ -86,7 +90,8 @@ class WalkRule:
             return drafted
         self.depth = drafted.logits.shape[1]
         noise = self.noise(drafted.logits.shape[1], drafted.logits)
-        return build_tree(root_tokens, drafted.marginals(self.config, noise), self.config.tree_budget)
+        budget = self.config.most_nodes if budget is None else budget
+        return build_tree(root_tokens, drafted.marginals(self.config, noise, budget), budget)
 
     def cut(self, tree: Tree, nodes: int) -> Tree:
         """The best nodes."""
@@ -194,7 +199,7 @@ class RejectionRules:
     def noise(self, depth: int, like: torch.Tensor) -> None:
         """None: the drafts of these rules must not know the target's noise."""
 
-    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
+    def build(self, root_tokens: torch.Tensor, drafted: Draft | Tree | None, budget: int | None = None) -> Tree:
         """Each row's tree, all of one shape."""
         if isinstance(drafted, Tree):
             raise TypeError("a drafter that gives trees has no distributions to draw drafts from")
@@ -233,7 +238,7 @@ class RejectionRule:
     def build(self, root_tokens: torch.Tensor, draft: Draft | None) -> Tree:
         """A tree whose shape is settled before its tokens are drawn, each depth's without replacement."""
         depth = 0 if draft is None else draft.logits.shape[1]
-        shape, self.children = shape_by_rank(depth, self.config.tree_budget, self._ranks(), root_tokens.device)
+        shape, self.children = shape_by_rank(depth, self.config.most_nodes, self._ranks(), root_tokens.device)
         if draft is None:
             self.q = torch.empty(1, 0, 1, device=root_tokens.device)
             return root_tree(root_tokens)
@@ -267,7 +272,7 @@ class RejectionRule:
         return self.emission.emit_path(nodes[:length], tokens[:length], raw, scores)
 
     def _ranks(self) -> int:
-        return min(self.config.candidates_per_depth, len(RANK_CHANCES))
+        return min(self.config.candidates(self.config.most_nodes), len(RANK_CHANCES))
 
     def _uniforms(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This round's numbers: [1, depth, ranks] for drafts, as many for coins, and [1] for the bonus token.

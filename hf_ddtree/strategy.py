@@ -29,6 +29,9 @@ class DDTreeOutput(GenerateDecoderOnlyOutput):
             tree is the root alone, so its entry is 1. For a batch a list of that for each row.
         rounds: target forwards, the prefill included.
         verified_nodes: drafted nodes that went through the target, roots left out; of all rows.
+        budgets: the same by round and per row; 0 = decoded plainly. The first round is the prefill.
+        shapes: rounds by what they verified, the prefill left out: "plain" (no draft), "chain" (no two nodes at one
+            depth) or "tree".
         fallback_rounds: how many rounds were decoded plainly or with smaller trees, by cause: "draft" (the drafter or
             the building of a tree raised), "nan" (a draft had NaN in it), "memory" (no memory for the whole tree).
         stage_seconds: wall time of draft, build, verify (prefill left out), accept and commit, and of the prefill.
@@ -40,6 +43,8 @@ class DDTreeOutput(GenerateDecoderOnlyOutput):
     acceptance_lengths: list[int] | list[list[int]] | None = None
     rounds: int | None = None
     verified_nodes: int | None = None
+    budgets: list[int] | None = None
+    shapes: dict[str, int] | None = None
     fallback_rounds: dict[str, int] | None = None
     stage_seconds: dict[str, float] | None = None
     seed: int | list[int] | None = None
@@ -102,6 +107,8 @@ def ddtree_decoding(  # noqa: PLR0913 - the signature that `generate` calls deco
         acceptance_lengths=figures.acceptance_lengths if rows > 1 else figures.acceptance_lengths[0],
         rounds=figures.rounds,
         verified_nodes=figures.verified_nodes,
+        budgets=figures.budgets,
+        shapes=figures.shapes,
         fallback_rounds=fallback_rounds,
         stage_seconds=figures.seconds,
         seed=seed,
@@ -123,12 +130,14 @@ def decode_rounds(
         logits = target.prefill(emissions.prompts, emissions.config)
     tree = rule.build(emissions.prompts.new_zeros(len(logits), 1), None)  # the prompts' last tokens, verified alone
     with target.growing():
+        rounds.prepare(emissions)
         while True:
             with figures.stage("accept"), target.undoing():
                 accepted = rule.accept(tree, logits)
             with figures.stage("commit"):
                 rounds.learn(target.commit(accepted))
             figures.count(tree, accepted)
+            rounds.judge(tree, accepted)
             streaming.put(tree, accepted)
             staying = emissions.drop_ended()
             if not staying:

@@ -147,6 +147,17 @@ class Target:
         )
         return outputs.logits, self._taps_of(outputs)
 
+    def rehearse(self, tree: Tree) -> None:
+        """The forward of `verify`, waited for and forgotten."""
+        taps = self.taps
+        try:
+            self.verify(tree)
+            if self.model.device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(self.model.device)
+        finally:
+            self.taps = taps
+            self.trees.rollback()
+
     @contextmanager
     def undoing(self) -> Iterator[None]:
         """Takes the nodes but the root out of the cache if the block raises: the caller may own the cache."""

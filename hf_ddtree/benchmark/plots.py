@@ -56,8 +56,8 @@ def _speed_up(axes: Any, rows: Rows) -> None:
         axes.plot(budgets, [row["speed_up"] for row in trees], "o-", color="C0", label="DDTree")
     _across(axes, rows, "speed_up")
     _budget_axis(axes, budgets)
-    axes.set_ylabel("speed-up (p20 to p80 of prompts shaded)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylabel("speed-up (p20 to p80 shaded)")
+    axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
 
 
 def _acceptance(axes: Any, rows: Rows) -> None:
@@ -68,7 +68,7 @@ def _acceptance(axes: Any, rows: Rows) -> None:
     _across(axes, rows, "acceptance_length")
     _budget_axis(axes, budgets)
     axes.set_ylabel("tokens per forward")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
 
 
 def _across(axes: Any, rows: Rows, key: str) -> None:

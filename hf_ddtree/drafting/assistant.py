@@ -76,7 +76,7 @@ class Frontier(NamedTuple):
 
 
 class AssistantDrafter(Drafter):
-    """The `tree_budget` most probable continuations under an assistant model, up to a depth.
+    """The most probable continuations under an assistant model, up to a depth.
 
     The assistant keeps each committed token in its cache. A level feeds it, under a tree mask, the nodes of one depth
     that are among the best found so far; one that is not can't become so, so the tree is the exact best-first one.
@@ -118,7 +118,7 @@ class AssistantDrafter(Drafter):
             ValueError: the text is longer than the assistant's table of positions. Past its end an accelerator would
                 not raise an error but abort, and take the target with it.
         """
-        depth, budget = min(self.depth, request.max_depth), self.config.tree_budget
+        depth, budget = min(self.depth, request.max_depth), request.budget
         if depth < 1:
             return None
         if self.positions is not None:

@@ -59,12 +59,12 @@ class DDTreeCandidateGenerator(Drafter, CandidateGenerator):
         draft = self.draft(request)
         if draft is None:
             return root_tree(request.roots)
-        return build_tree(request.roots, draft.marginals(self.config), self.config.tree_budget)
+        return build_tree(request.roots, draft.marginals(self.config), self.config.most_nodes)
 
     def draft(self, request: Request) -> Draft | None:
         """One forward; None where the block size leaves nothing to draft."""
         depth = min(self.block_size - 1, request.max_depth)
-        if depth < 1 or self.config.tree_budget == 0:
+        if depth < 1 or self.config.most_nodes == 0:
             return None
         logits, states = self.draft_block(request.roots, request.context)
         corrections = self.corrections(request.texts, states)

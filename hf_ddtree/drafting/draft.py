@@ -50,12 +50,15 @@ class Draft:
         rows = slice(index, index + 1)
         return Draft(self.roots[rows], self.logits[rows], temperatures=self.temperatures)
 
-    def marginals(self, config: DDTreeConfig, noise: torch.Tensor | None = None) -> Marginals:
+    def marginals(
+        self, config: DDTreeConfig, noise: torch.Tensor | None = None, budget: int | None = None
+    ) -> Marginals:
         """The candidates of each depth and their log-probabilities under (logits + noise + correction) / temperature.
 
         Without noise the temperature is by default the calibrated one of each depth, which was fitted so.
 
         Args:
+            budget: nodes of the tree that is to be made of them; None = the config's.
             noise: [rows, depth, vocab] the target's sampling noise, scaled as logits; None = none.
         """
         logits = self.logits if noise is None else self.logits.float() + noise
@@ -63,7 +66,7 @@ class Draft:
         temperature = torch.full((logits.shape[1], 1), uniform, device=logits.device)  # float32, and so all below
         if config.draft_temperature is None and noise is None and self.temperatures is not None:
             temperature = self.temperatures[: logits.shape[1]].to(logits.device)
-        candidates = config.candidates_per_depth
+        candidates = config.candidates(config.most_nodes if budget is None else budget)
         if self.corrections and config.tree_top_k is None:
             candidates = max(candidates, CORRECTED_CANDIDATES)
         marginals = top_marginals(logits, candidates, temperature)

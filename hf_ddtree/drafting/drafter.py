@@ -26,6 +26,7 @@ class Request:
         context: the target's hidden states of the tokens committed since the last `draft`, roots left out; empty for
             drafters without `target_layer_ids`.
         max_depth: drafts deeper than this are of no use; at least 1.
+        budget: nodes a row that are of use; more are cut off.
         noise: see `Noise`. Ignoring it costs acceptance when sampling, nothing else.
     """
 
@@ -33,6 +34,7 @@ class Request:
     context: Context
     max_depth: int
     noise: Noise
+    budget: int = 32
 
     @property
     def roots(self) -> torch.Tensor:

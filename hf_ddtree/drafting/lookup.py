@@ -37,19 +37,18 @@ class LookupDrafter(Drafter):
 
     def start(self, target: PreTrainedModel, config: DDTreeConfig, rows: int) -> None:
         """Forgets the last call's texts."""
-        self.budget = config.tree_budget
         self.depth = MOST_DEPTH if config.draft_block_size is None else config.draft_block_size - 1
         self.places = 1 if config.tree_shape == "chain" else MOST_PLACES
         self.texts = [TextIndex() for _ in range(rows)]
 
     def draft(self, request: Request) -> Tree | None:
-        """Trees of at most `tree_budget` nodes; None where no row has a likely continuation."""
+        """Trees of at most `budget` nodes; None where no row has a likely continuation."""
         self._read(request.texts)
         depth = min(request.max_depth, self.depth)
         found = [text.continuations(self.places, depth) for text in self.texts]
         paths = [[path for path, _ in row] for row in found]
         chances = [[chance for _, chance in row] for row in found]
-        tree = tree_of_paths(request.roots, paths, self.budget, chances, LEAST_CHANCE)
+        tree = tree_of_paths(request.roots, paths, request.budget, chances, LEAST_CHANCE)
         return tree if tree.num_nodes > 1 else None
 
     def keep(self, rows: list[int]) -> None:

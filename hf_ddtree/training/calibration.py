@@ -111,7 +111,7 @@ def reliability(
         answer = drafts.tokens[drafts.start :].cpu()
         for root in range(len(drafts.logits)):
             draft = drafts.draft(root, corrections).cut(len(answer) - 1 - root)
-            tree = build_tree(draft.roots, draft.marginals(config), config.tree_budget)
+            tree = build_tree(draft.roots, draft.marginals(config), config.most_nodes)
             paths = tree.path_tokens()[0, 1:].cpu()
             depths = tree.depths[0, 1:].cpu()
             truth = answer[root + 1 :][: paths.shape[1]]

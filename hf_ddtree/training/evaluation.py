@@ -50,7 +50,7 @@ class TextDrafts:
             draft = self.draft(root, corrections).cut(remaining - 1)  # the text's last token is the bonus token
             deeper = draft.logits.shape[1]
             marginals = draft.marginals(config, None if noise is None else noise[root, None, :deeper])
-            tree = build_tree(draft.roots, marginals, config.tree_budget)
+            tree = build_tree(draft.roots, marginals, config.most_nodes)
             accepted = walk(tree, _reads(self.tokens[self.start + root + 1 :].tolist()))
             lengths.append(len(accepted.tokens))
             root += len(accepted.tokens)
