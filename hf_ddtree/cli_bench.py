@@ -15,6 +15,7 @@ from .benchmark.prompt_sets import SETS, SHIPPED
 from .benchmark.rounds import bench_rounds
 from .benchmark.sampling import bench
 from .benchmark.shapes import SHAPES
+from .compiled import MODES
 from .loading import DEMO_DRAFTER, load_assistant, load_dflash, load_drafter, load_target
 from .training.data import HELD_OUT, TokenSequence, split_held
 from .training.sources import Limits, load_sequences
@@ -80,7 +81,7 @@ def _add_race(measures: Any) -> None:
     race.add_argument("--methods", nargs="+", metavar="PART", help="only those with one of these in their names")
     race.add_argument("--lookup", action="store_true", help="also DDTree with the drafter that needs no model")
     race.add_argument("--compiled", action="store_true", help="also plain decoding, compiled, with a static cache")
-    race.add_argument("--compile", metavar="MODE", help="`DDTreeConfig(compile=MODE)` for the trees")
+    race.add_argument("--compile", choices=MODES, help="`compile` of the trees' configs (auto)")
     race.add_argument("--reference", metavar="FOLDER", help="a checkout of another implementation to race")
     race.add_argument(
         "--reference-module",

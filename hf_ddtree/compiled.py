@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
@@ -16,6 +17,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 MODES = ("auto", "off", "graphs", "inductor")
+# Of models that were compiled on a CPU, address and version of each weight: the compiler keeps copies of their values.
+FROZEN: WeakKeyDictionary[torch.nn.Module, tuple] = WeakKeyDictionary()
 MOST_GRAPHS = 32  # per call; each holds its activations' memory, though all share one pool
 
 
@@ -80,6 +83,7 @@ class Forwards:
         self.graphs: dict[tuple, Recorded | None] = {}
         self.anchors: tuple[int, ...] = ()
         self.replays = 0
+        self.checked: list[torch.nn.Module] = []  # whose weights are those that were compiled
 
     @property
     def fixed(self) -> bool:
@@ -129,6 +133,9 @@ class Forwards:
         """The model, or in mode "inductor" what torch.compile makes of its forward."""
         if self.mode != "inductor":
             return model
+        if self.device.type == "cpu" and model not in self.checked:
+            _forget_changed(model)
+            self.checked.append(model)
         return lambda **inputs: self._call_compiled(model, inputs)
 
     def _call_compiled(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
@@ -177,10 +184,22 @@ class Recorded:
         return self.outputs
 
 
+def _forget_changed(model: torch.nn.Module) -> None:
+    """Has the model compiled anew if its weights are others than those that were laid out."""
+    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in (*model.parameters(), *model.buffers()))
+    if FROZEN.setdefault(model, weights) != weights:
+        FROZEN[model] = weights
+        torch._dynamo.reset_code(_call.__code__)
+
+
+def _call(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    return model(**inputs)
+
+
 @cache
 def _compiled_call() -> Callable[[torch.nn.Module, dict[str, Any]], Any]:
     """One for the process: the compiler keeps what it made by model, as long as the model is there."""
-    return torch.compile(lambda model, inputs: model(**inputs), dynamic=True)
+    return torch.compile(_call, dynamic=True)
 
 
 def _shape(leaf: Any) -> Any:

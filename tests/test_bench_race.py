@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 from chat import make_chat_tokenizer
-from stubs import make_drafter, make_target
+from fake_graph import FakeGraph
+from stubs import decode, make_drafter, make_target
 
-from hf_ddtree import DDTreeConfig
+from hf_ddtree import DDTreeConfig, compiled
 from hf_ddtree.benchmark import machine, measuring, methods, prompt_sets
 from hf_ddtree.benchmark.meters import ForwardMeter, PeakMemory, committed_lengths
 from hf_ddtree.cli import main
@@ -277,6 +278,10 @@ def test_lengths_of_rounds_are_told_from_the_cache():
     assert committed_lengths([0, 0, 0], 5, 3) is None  # no cache
 
 
+def count_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 def test_the_meter_counts_nested_forwards_once_and_goes():
     target = make_target("llama")
     prompt = torch.tensor([[7, 3, 44]])
@@ -288,7 +293,25 @@ def test_the_meter_counts_nested_forwards_once_and_goes():
         target.get_output_embeddings()(torch.zeros(1, target.config.hidden_size))
         assert meter.seconds["head"] > 0
     assert meter.cached == [0, 0]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
+    assert count_hooks(target) == 0
+
+
+def test_forwards_that_are_graphs_are_timed_and_stay_graphs(monkeypatch):
+    monkeypatch.setattr(FakeGraph, "made", [])
+    monkeypatch.setattr(compiled, "GRAPHS", {"cpu": FakeGraph})
+    target = make_target("llama")
+    drafter = make_drafter(target)
+    run = compiled.Forwards.run
+    prompt = torch.tensor([[7, 3, 44]])
+    plain = decode(target, drafter, prompt, max_new_tokens=40, compile="graphs", return_dict_in_generate=True)
+    recorded, hooks = len(FakeGraph.made), count_hooks(target)  # transformers leaves some to collect hidden states
+    with ForwardMeter(target, drafter) as meter:
+        output = decode(target, drafter, prompt, max_new_tokens=40, compile="graphs", return_dict_in_generate=True)
+    assert len(FakeGraph.made) == 2 * recorded > 0 and compiled.Forwards.run is run
+    assert torch.equal(output.sequences, plain.sequences) and output.acceptance_lengths == plain.acceptance_lengths
+    assert len(meter.cached) == 1 and 0 < meter.seconds["target"] <= output.stage_seconds["verify"]
+    assert meter.seconds["drafter"] > 0
+    assert count_hooks(target) == hooks
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

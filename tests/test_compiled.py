@@ -216,6 +216,16 @@ def test_compiled_by_inductor(warnings):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_frames
 
 
+def test_weights_that_change_after_they_were_compiled(qwen):
+    target = make_target("qwen3", num_hidden_layers=2)
+    options = {"max_new_tokens": 12, "tree_budget": 4}
+    for _ in range(2):
+        tokens = decode(target, make_drafter(target, target_layer_ids=[0]), PROMPT[:1], compile="inductor", **options)
+        assert tokens.tolist() == greedy(target, PROMPT[:1], 12).tolist()
+        with torch.no_grad():
+            target.lm_head.weight.add_(torch.randn_like(target.lm_head.weight))
+
+
 def test_what_cant_be_compiled_runs_as_it_is(qwen, warnings, monkeypatch):
     def broken():
         def call(model, inputs):

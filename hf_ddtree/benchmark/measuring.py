@@ -150,7 +150,7 @@ def _with_instruments(
         meter.cached, prompt[1]["input_ids"].shape[1], len(ids)
     )
     into.histogram.update(lengths[1:] if lengths else [])
-    into.rounds += len(meter.cached) - 1
+    into.rounds += len(lengths or meter.cached) - 1
     into.stage_seconds.update(getattr(output, "stage_seconds", None) or {})
     if meter.prefilled is not None:
         into.after_prefill += ended - meter.prefilled

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..compiled import Forwards
+from ..target import Target
 
 SAMPLING_SECONDS = 0.005
 STATM = Path("/proc/self/statm")
@@ -28,10 +32,14 @@ class ForwardMeter:
     """Inside a `with` block, times the forwards of the target, of a drafter, and of the target's head where drafts call
     it by itself. A forward inside another one is part of that one.
 
+    Modules are watched by hooks, except within our compiled forwards: a graph calls no hooks, and a compiler would
+    compile them. Those are timed as a whole, a drafter's with the head.
+
     Attributes:
         seconds: by "target", "drafter" and "head", of what came after the target's first forward, the prefill.
         prefilled: `time.perf_counter()` at the end of the prefill; None before.
-        cached: per forward of the target the tokens in its cache at the start; None where it can't be told.
+        cached: per forward of the target the tokens in its cache at the start; None where it can't be told. Compiled
+            forwards are left out.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: nn.Module | None):
@@ -43,25 +51,45 @@ class ForwardMeter:
         self.depth = 0
         self.started = 0.0
         self.handles: list[Any] = []
+        self.run = Forwards.run
 
     def __enter__(self) -> "ForwardMeter":
+        self._hook()
+        Forwards.run = lambda forwards, *inputs: self._run(forwards, *inputs)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        Forwards.run = self.run  # type: ignore[method-assign]
+        self._unhook()
+
+    def _hook(self) -> None:
         for name, module in self.modules.items():
             if module is not None:
                 self.handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self._after(name)))
-        return self
 
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
+    def _unhook(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+    def _run(self, forwards: Forwards, function: Callable[..., Any], *inputs: Any) -> Any:
+        if not forwards.fixed:
+            return self.run(forwards, function, *inputs)
+        self._unhook()
+        try:
+            self._start()
+            outputs = self.run(forwards, function, *inputs)
+            self._stop("target" if isinstance(getattr(function, "__self__", None), Target) else "drafter")
+        finally:
+            self._hook()
+        return outputs
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if name == "target":
                 self.cached.append(cached_tokens(kwargs))
             if self.depth == 0:
-                wait_for(self.device)
-                self.started = time.perf_counter()
+                self._start()
             self.depth += 1
 
         return hook
@@ -69,16 +97,22 @@ class ForwardMeter:
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.depth -= 1
-            if self.depth:
-                return
-            wait_for(self.device)
-            ended = time.perf_counter()
-            if self.prefilled is not None:
-                self.seconds[name] += ended - self.started
-            elif name == "target":
-                self.prefilled = ended
+            if self.depth == 0:
+                self._stop(name)
 
         return hook
+
+    def _start(self) -> None:
+        wait_for(self.device)
+        self.started = time.perf_counter()
+
+    def _stop(self, name: str) -> None:
+        wait_for(self.device)
+        ended = time.perf_counter()
+        if self.prefilled is not None:
+            self.seconds[name] += ended - self.started
+        elif name == "target":
+            self.prefilled = ended
 
 
 def cached_tokens(kwargs: dict[str, Any]) -> int | None:
