@@ -1,4 +1,4 @@
-"""The measurements: `hf-ddtree bench race | sampling | drafter | batch | build`."""
+"""The measurements: `hf-ddtree bench race | sampling | drafter | batch | build | rounds`."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,9 @@ from .benchmark.building import bench_build
 from .benchmark.drafter import bench_drafter
 from .benchmark.harness import bench_race, check_options
 from .benchmark.prompt_sets import SETS, SHIPPED
+from .benchmark.rounds import bench_rounds
 from .benchmark.sampling import bench
+from .benchmark.shapes import SHAPES
 from .compiled import MODES
 from .loading import DEMO_DRAFTER, load_assistant, load_dflash, load_drafter, load_target
 from .training.data import HELD_OUT, TokenSequence, split_held
@@ -28,6 +30,7 @@ def add_bench_commands(commands: Any) -> None:
     _add_drafter(measures)
     _add_batch(measures)
     _add_build(measures)
+    _add_rounds(measures)
 
 
 def with_default_measure(arguments: list[str]) -> list[str]:
@@ -141,6 +144,18 @@ def _add_build(measures: Any) -> None:
     _add_json(build)
     add_dtype(build)
     build.set_defaults(run=_run_build)
+
+
+def _add_rounds(measures: Any) -> None:
+    rounds = measures.add_parser("rounds", help="where a round's time goes, on random weights; with graphs and without")
+    rounds.add_argument("--shape", default="qwen3-8b", choices=SHAPES, help="of target and drafter (qwen3-8b)")
+    rounds.add_argument("--device", default="cuda", help="as torch names it (cuda)")
+    rounds.add_argument("--acceptance", type=float, default=4.0, help="tokens a round that the oracle gives (4)")
+    rounds.add_argument("--budget", type=positive, default=32, help="tree nodes per round (32)")
+    rounds.add_argument("--context", type=positive, default=512, help="tokens of the prompt (512)")
+    rounds.add_argument("--rounds", type=positive, default=60, help="per call, about (60)")
+    _add_json(rounds)
+    rounds.set_defaults(run=bench_rounds)
 
 
 def _add_models(measure: argparse.ArgumentParser, drafters: str = "") -> None:

@@ -3,6 +3,7 @@
 Both want few shapes and tensors that stay where they are; `Forwards.fixed` says so to those who make the inputs.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -34,20 +35,24 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A graph of CUDA's; those of one process share their memory, because only one runs at a time."""
+    """A graph of CUDA's; those of one device share their memory, because only one runs at a time."""
 
-    pool: Any = None
+    recorded: weakref.WeakSet["CudaGraph"] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
+        self.device = torch.cuda.current_device()
 
     def record(self, function: Callable[[], Any]) -> Any:
         """See `Graph`."""
-        if CudaGraph.pool is None:
-            CudaGraph.pool = torch.cuda.graph_pool_handle()
+        # Of a graph that is still there: torch refuses to capture into a pool whose graphs are all gone, as they are
+        # after a call of `generate` (https://github.com/vllm-project/vllm/issues/28426).
+        pools = (other.graph.pool() for other in list(self.recorded) if other.device == self.device)
         # "thread_local": another thread's allocations are none of this capture's business.
-        with torch.cuda.graph(self.graph, pool=CudaGraph.pool, capture_error_mode="thread_local"):
-            return function()
+        with torch.cuda.graph(self.graph, pool=next(pools, None), capture_error_mode="thread_local"):
+            outputs = function()
+        self.recorded.add(self)
+        return outputs
 
     def replay(self) -> None:
         """See `Graph`."""
