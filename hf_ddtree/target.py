@@ -103,10 +103,8 @@ class Target:
     @contextmanager
     def growing(self) -> Iterator[None]:
         """Where trees are verified and committed: the cache has room for them, and is the library's own afterwards."""
-        with (
-            self.model._optimize_model_for_decode(),
-            growing_trees(self.cache, len(self.rows), self.masks.window, self.slots) as self.trees,
-        ):
+        rows, window = len(self.rows), self.masks.window
+        with growing_trees(self.cache, rows, window, self.slots) as self.trees:
             yield
 
     def verify(self, tree: Tree) -> torch.Tensor:

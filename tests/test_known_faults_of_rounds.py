@@ -30,8 +30,8 @@ def test_fault_50_no_round_of_trees_accepts_less_than_a_chain_from_there(monkeyp
     target = make_target("qwen3")
     drafter, spines, build = make_drafter(target, seed=9), [], WalkRule.build
 
-    def recording(self, roots, drafted):
-        tree = build(self, roots, drafted)
+    def recording(self, roots, drafted, budget=None):
+        tree = build(self, roots, drafted, budget)
         parents, spine = tree.parents[0].tolist(), [0]
         while spine[-1] in parents[1:]:
             spine.append(parents.index(spine[-1], 1))  # the best child comes first

@@ -13,7 +13,7 @@ from hf_ddtree import DDTreeConfig
 from hf_ddtree.benchmark.meters import STATM, give_back_memory, resident_bytes
 from hf_ddtree.drafting import DDTreeCandidateGenerator, make
 
-EARLY, LATE = 200, 2000  # rounds
+EARLY, MIDDLE, LATE = 200, 1100, 2000  # rounds
 PROMPT = torch.tensor([[6, 34, 56, 50]])
 MEGABYTE = 1 << 20
 MOST_BLOCKS = 1200  # an object left by every round would be 1800; those of first times are some 700
@@ -87,7 +87,7 @@ def test_rounds_leave_nothing_behind(models, never_right):
     def count(*_):
         nonlocal rounds
         rounds += 1
-        if rounds in (EARLY, LATE):
+        if rounds in (EARLY, MIDDLE, LATE):
             taken[rounds] = snapshot()
 
     handle = target.register_forward_pre_hook(count)
@@ -98,9 +98,10 @@ def test_rounds_leave_nothing_behind(models, never_right):
         handle.remove()
     assert torch.equal(result.sequences, never_right[:, : result.sequences.shape[1]])
     assert result.rounds >= LATE and set(result.acceptance_lengths) == {1}
-    early, late = taken[EARLY], taken[LATE]
+    early, middle, late = taken[EARLY], taken[MIDDLE], taken[LATE]
     assert late.tensors <= early.tensors + 4
-    assert late.blocks - early.blocks < MOST_BLOCKS
+    # Something kept from every round shows in both halves; what else runs in the process may show in one.
+    assert min(late.blocks - middle.blocks, middle.blocks - early.blocks) < MOST_BLOCKS / 2
     # Buffers grow by doubling, so at most twice the tokens have room in them.
     room = 2 * (LATE + 60) * cached_bytes_per_token(target, drafter)
     assert late.tensor_bytes - early.tensor_bytes < room + MEGABYTE / 4

@@ -126,7 +126,7 @@ WIDTHS = {
 
 @pytest.mark.parametrize("fields, width", WIDTHS.values(), ids=WIDTHS)
 def test_candidates_per_depth(fields, width):
-    assert DDTreeConfig(**fields).candidates_per_depth == width
+    assert (config := DDTreeConfig(**fields)).candidates(config.most_nodes) == width
 
 
 # Round trips
