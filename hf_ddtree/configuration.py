@@ -57,8 +57,8 @@ class DDTreeConfig(GenerationConfig):
             first use (some seconds) and kept in the user's cache, and by what the round's drafts promise; where drafts
             don't pay, rounds are decoded plainly. In 16 bit near-ties may then fall differently from call to call.
         tree_shape: "best_first", the paper's tree, or "chain", the drafter's best token at each depth.
-        tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact, and no fewer
-            than 32 where drafts depend on their parents.
+        tree_top_k: candidate tokens per depth, at most; None = `tree_budget`, which makes the tree exact; where drafts
+            depend on their parents half of it, at least 32.
         draft_block_size: `draft_block_size - 1` is the greatest depth of a tree; a DFlash drafter's noise block, its
             anchor included. None = the block size it was trained with; 6 for other assistants, 33 for lookup.
         draft_noise_scale: how much of the target's sampling noise the draft's own choice gets, so that both prefer the

@@ -6,6 +6,7 @@ from transformers.generation import stopping_criteria
 
 from .acceptance import Accepted
 from .processors import for_row, knows_whole_batch
+from .stops import Stops
 
 # Exact types: they judge a row by itself, so rows may be at different lengths when they are called.
 ROW_CRITERIA = {
@@ -40,13 +41,13 @@ class Emission:
         config: GenerationConfig,
         padding: list[int],
     ):
-        self.processors, self.criteria, self.padding = processors, criteria, padding
+        self.processors, self.stops, self.padding = processors, Stops(criteria), padding
         self.length = input_ids.shape[1]
         self.max_length = config.max_length
         self.buffer = input_ids  # [rows, capacity]; grows by doubling
         self.ended = [False] * len(input_ids)
         self.last_tokens = [0] * len(input_ids)
-        self.flagged = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        self.flagged = [False] * len(input_ids)
         self.pad_token = pad_token(config)
         self.pads = _has_eos(criteria)  # else rows write on until all may end
         wants = config.return_dict_in_generate
@@ -101,9 +102,9 @@ class Emission:
         else:
             self.buffer[:, self.length] = torch.tensor(tokens, device=self.buffer.device)
         self.length += 1
-        self.flagged = self.flagged | self.criteria(self.ids, None if self.scores is None else tuple(self.scores))
-        flags = self.flagged.tolist()
-        self.ended = flags if self.pads else [all(flags)] * len(flags)
+        may_end = self.stops(self.ids, tokens, None if self.scores is None else tuple(self.scores))
+        self.flagged = [before or now for before, now in zip(self.flagged, may_end, strict=True)]
+        self.ended = self.flagged if self.pads else [all(self.flagged)] * len(tokens)
 
     def emit_path(self, path: list[int], tokens: list[int], logits: torch.Tensor, scores: torch.Tensor) -> Accepted:
         """Emits the tokens of a single row one after another until one ends the text.

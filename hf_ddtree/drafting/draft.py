@@ -13,7 +13,8 @@ from ..tree import Marginals, condition, top_marginals
 # draft logit of a child, [rows, depth, k, k]. At the first depth all parents are the root.
 Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Fewer candidates than this leave a correction too little to choose from where the budget is small.
+# Fewer candidates than this leave a correction too little to choose from where the budget is small. Where it is larger,
+# half of it: at budget 64 the whole of it accepts 1% more and takes 1 ms more of a round of 67 (2-core EPYC, SmolLM2).
 CORRECTED_CANDIDATES = 32
 
 
@@ -68,7 +69,7 @@ class Draft:
             temperature = self.temperatures[: logits.shape[1]].to(logits.device)
         candidates = config.candidates(config.most_nodes if budget is None else budget)
         if self.corrections and config.tree_top_k is None:
-            candidates = max(candidates, CORRECTED_CANDIDATES)
+            candidates = max(candidates // 2, CORRECTED_CANDIDATES)
         marginals = top_marginals(logits, candidates, temperature)
         if not self.corrections or marginals.tokens.shape[1] == 0:
             return marginals
