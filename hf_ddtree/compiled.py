@@ -15,9 +15,11 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from transformers.utils import logging
 
+from .fingerprint import fingerprint
+
 logger = logging.get_logger(__name__)
 MODES = ("auto", "off", "graphs", "inductor")
-# Of models that were compiled on a CPU, address and version of each weight: the compiler keeps copies of their values.
+# Of models that were compiled on a CPU, the fingerprint of the weights: the compiler keeps copies of their values.
 FROZEN: WeakKeyDictionary[torch.nn.Module, tuple] = WeakKeyDictionary()
 MOST_GRAPHS = 32  # per call; each holds its activations' memory, though all share one pool
 
@@ -186,7 +188,7 @@ class Recorded:
 
 def _forget_changed(model: torch.nn.Module) -> None:
     """Has the model compiled anew if its weights are others than those that were laid out."""
-    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in (*model.parameters(), *model.buffers()))
+    weights = fingerprint((*model.parameters(), *model.buffers()))
     if FROZEN.setdefault(model, weights) != weights:
         FROZEN[model] = weights
         torch._dynamo.reset_code(_call.__code__)

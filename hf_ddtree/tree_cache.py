@@ -207,20 +207,22 @@ class TreeCache:
         used = list(self._used())
         if any(layer.capacity_for(new) for layer in used):
             self._grow(used, new)
-        self.columns = {}
+        columns = {}
         for layer in used:
             layer.length += new
-        self._show(whole)
+        self.show(whole)
         for layer in used:
-            if (kind := _place(layer)) not in self.columns:
+            if (kind := _place(layer)) not in columns:
                 end = layer.first + layer.length - layer.origin
-                self.columns[kind] = torch.arange(end - new, end, device=layer.device)
-        self.write_to(self.columns)
+                columns[kind] = torch.arange(end - new, end, device=layer.device)
+        self.write_to(columns)
 
     def write_to(self, columns: dict[str, torch.Tensor]) -> None:
         """Has the next forward's keys and values written to these columns, which `plan` chose or tensors like them."""
-        for layer in self._used():
-            layer.columns = columns[_place(layer)]
+        if columns is not self.columns:
+            self.columns = columns
+            for layer in self._used():
+                layer.columns = columns[_place(layer)]
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keeps, of what was appended, each row's path.
@@ -247,7 +249,8 @@ class TreeCache:
         width, shortest = self.width, int(self.all_ends.min())
         for layer in self._used():
             layer.crop_to(width, shortest)
-        self._show()
+            if width == 0 and not self.stacks:  # the first forward failed: nothing is known of the layers' size
+                layer.is_initialized = False
 
     def keep(self, staying: list[int]) -> None:
         """Goes on with the live rows `staying`; the others stay in the buffers, untouched.
@@ -273,6 +276,7 @@ class TreeCache:
             self._reorder(sorted(range(len(self.order)), key=self.order.__getitem__), len(self.order))
         self.order, self.ends = sorted(self.order), self.all_ends.clone()
         self.rollback()
+        self.show()
 
     def _grow(self, used: list[TreeLayer], new: int) -> None:
         """Larger buffers for all layers that need them, stacked where they are of one shape."""
@@ -295,11 +299,10 @@ class TreeCache:
         return apart, layer.is_sliding, layer.first, layer.begin, str(buffer.device), str(buffer.dtype), *buffer.shape
 
     def _stacks(self) -> list[Stack]:
-        """All buffers; those that no stack holds one by one."""
-        stacked = set() if self.offloaded else {id(layer) for stack in self.stacks for layer, _ in stack.owners}
-        loose = [layer for layer in self._used() if id(layer) not in stacked]
-        alone = [Stack(layer.buffers[which][None], [(layer, which)]) for layer in loose for which in range(2)]
-        return alone if self.offloaded else [*self.stacks, *alone]
+        """All buffers; one by one where they are offloaded, or have not grown yet."""
+        if self.stacks and not self.offloaded:
+            return self.stacks
+        return [Stack(layer.buffers[which][None], [(layer, which)]) for layer in self._used() for which in range(2)]
 
     def _reorder(self, order: list[int], rows: int) -> None:
         stacks = self._stacks()
@@ -308,10 +311,12 @@ class TreeCache:
             stack.give()
         for layer in self._used():
             layer.rows = rows
-        self._show()
 
-    def _show(self, whole: bool = False) -> None:
-        """Makes the used part of all buffers, or the whole of them, the layers' keys and values."""
+    def show(self, whole: bool = False) -> None:
+        """Makes the used part of all buffers, or the whole of them, the layers' keys and values.
+
+        A plan does so for its forward; until the next one they stay as they were.
+        """
         for stack in self._stacks():
             layer, _ = stack.owners[0]
             end = layer.begin + layer.length

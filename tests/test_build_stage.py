@@ -7,7 +7,7 @@ import torch
 from stubs import VOCAB, make_drafter, make_target
 
 from hf_ddtree.drafting.corrections import transition_logits
-from hf_ddtree.drafting.pair_table import FILLED, PairTable, can_tabulate
+from hf_ddtree.drafting.pair_table import FILLED, PairTable, can_tabulate, tabulated_logits
 from hf_ddtree.drafting.paths import tree_of_paths
 from hf_ddtree.drafting.running_text import TEXT_WINDOW, running_text_correction
 from hf_ddtree.tree import Marginals, Tree, build_tree_by_heap, build_tree_by_level, root_tree
@@ -52,12 +52,29 @@ def test_pair_table_equals_the_transition():
     drafter = make_drafter(target, transition_rank=6)
     torch.nn.init.normal_(drafter.transition.up_proj.weight, generator=torch.Generator().manual_seed(2))
     assert can_tabulate(drafter, target)
-    table, generator = PairTable(drafter, target), torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for count in (3, 3, FILLED, 5):
+        table = tabulated_logits(drafter, target)
         states = torch.randn(4, 1, 32, generator=generator)
         parents, children = torch.randint(0, VOCAB, (2, 4, count), generator=generator)
         expected = transition_logits(drafter, target, states, parents, children)
         torch.testing.assert_close(table(states, parents, children), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_pair_table_is_kept_until_weights_change():
+    target = make_target("llama")
+    drafter = make_drafter(target, transition_rank=6)
+    table = PairTable.of(drafter, target)
+    assert PairTable.of(drafter, target) is table
+    weights = [drafter.transition.up_proj.weight, target.lm_head.weight, target.get_input_embeddings().weight]
+    for weight in weights:
+        weight.mul_(2)
+        assert PairTable.of(drafter, target) is not table
+        table = PairTable.of(drafter, target)
+    with torch.inference_mode():
+        table = PairTable.of(make_drafter(target, transition_rank=6), target)
+    table.before[0] = 1  # in a call outside that mode
 
 
 @torch.no_grad()

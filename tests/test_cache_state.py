@@ -32,6 +32,7 @@ def on_commit(monkeypatch, prompt, check):
 
     def commit(self, accepted):
         context = real(self, accepted)
+        self.trees.show()
         assert len(accepted) == len(context.lengths) == 1 and context.lengths[0] == context.positions.shape[1]
         committed.extend(accepted[0].tokens)
         check(self, committed, context)
@@ -103,6 +104,8 @@ def test_fault_66_drafter_cache_equals_one_built_from_scratch(family, kind, draf
         fresh = DDTreeCandidateGenerator(stub, target, self.config)
         everything = make_context(taps(target, committed[:-1], self.target_layer_ids))
         close(logits, real(fresh, root_tokens, everything)[0])
+        self.trees.show()
+        fresh.trees.show()
         assert self.trees.width == length and self.trees.ends.tolist() == [length]
         for layer, scratch in zip(self.trees.layers, fresh.trees.layers, strict=True):
             kept = min(length, WINDOW) if layer.is_sliding else length

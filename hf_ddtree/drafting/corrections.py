@@ -4,7 +4,6 @@ Each is a function of parents [rows, depth, k] and children [rows, depth, k], bo
 children's draft logits, [rows, depth, k, k] float32 (`Correction` in draft.py).
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +15,8 @@ from ..configuration import DDTreeConfig
 from ..models.dflash import DFlashDraftModel, noise_embeddings
 from ..models.head import capped, head_logits, is_plain_linear, logit_scale, logit_softcap
 from .draft import Correction
-from .pair_table import PairTable, can_tabulate
+from .pair_table import Change, can_tabulate, tabulated_logits
 from .running_text import running_text_correction
-
-# Given states [n, 1, hidden], parents [n, k] and children [n, k]: what is added to the children's logits, [n, k, k].
-Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Corrections:
@@ -40,7 +36,7 @@ class Corrections:
         self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self.change: Change = partial(transition_logits, drafter, target)
         if can_tabulate(drafter, target):
-            self.change = PairTable(drafter, target)
+            self.change = tabulated_logits(drafter, target)
         self.table = None if config.draft_table is None else BigramTable.load(config.draft_table, self.vocab_size)
 
     def __call__(self, texts: list[torch.Tensor], states: torch.Tensor) -> tuple[Correction, ...]:
@@ -88,7 +84,7 @@ def transition_logits(
 ) -> torch.Tensor:
     """[n, k, k] float32: what is added to the logits of `children` [n, k] after `parents` [n, k] at `states` [n, 1, h].
 
-    `PairTable` gives the same up to rounding, where it can.
+    `tabulated_logits` gives the same up to rounding, where it can.
     """
     assert drafter.transition is not None
     embedding = target.get_input_embeddings()
