@@ -324,6 +324,7 @@ def tokens_per_round(successors, **fields):
     target, drafter, _ = successors
     prompt = torch.arange(VOCAB + 1)[None] % VOCAB
     fields = {"max_new_tokens": 64, "tree_budget": 64, "draft_text_weight": 0.0, **fields}
+    fields = {"tree_top_k": VOCAB, **fields} if fields.get("tree_shape") is None else fields
     result = decode(target, drafter, prompt, return_dict_in_generate=True, **fields)
     assert result.sequences[0].tolist() == (torch.arange(2 * VOCAB + 1) % VOCAB).tolist()
     return result.mean_acceptance_length
