@@ -146,15 +146,15 @@ class Target:
         return outputs.logits, self._taps_of(outputs)
 
     def rehearse(self, tree: Tree) -> None:
-        """The forward of `verify`, waited for and forgotten."""
-        taps = self.taps
+        """The forward of `verify`, waited for and forgotten; what waits for its commit still does."""
+        taps, uncommitted = self.taps, self.trees.uncommitted
         try:
             self.verify(tree)
             if self.model.device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(self.model.device)
         finally:
             self.taps = taps
-            self.trees.rollback()
+            self.trees.rollback(uncommitted)
 
     @contextmanager
     def undoing(self) -> Iterator[None]:

@@ -244,11 +244,16 @@ class TreeCache:
         self.all_ends[self.order[: len(self.ends)]] = self.ends
         self.rollback()
 
-    def rollback(self) -> None:
-        """Drops what is not committed: the rest of a tree, or what a forward that failed left behind."""
+    @property
+    def uncommitted(self) -> int:
+        """Slots that a forward has appended and no commit has judged yet."""
+        return max((layer.get_seq_length() - self.width for layer in self._used()), default=0)
+
+    def rollback(self, uncommitted: int = 0) -> None:
+        """Drops what is not committed but `uncommitted` slots: the rest of a tree, or what a failed forward left."""
         width, shortest = self.width, int(self.all_ends.min())
         for layer in self._used():
-            layer.crop_to(width, shortest)
+            layer.crop_to(width + uncommitted, shortest)
             if width == 0 and not self.stacks:  # the first forward failed: nothing is known of the layers' size
                 layer.is_initialized = False
 

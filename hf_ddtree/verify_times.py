@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -128,7 +129,12 @@ def _read(path: Path) -> VerifyTimes | None:
     try:
         kept = json.loads(path.read_text())
         tokens, seconds = kept["tokens"], kept["seconds"]
-        usable = len(tokens) == len(seconds) > 1 and tokens == sorted(set(tokens)) and seconds == sorted(seconds)
+        usable = (
+            all(map(isfinite, seconds))
+            and len(tokens) == len(seconds) > 1
+            and tokens == sorted(set(tokens))
+            and seconds == sorted(seconds)
+        )
         return VerifyTimes(tokens, seconds) if usable and seconds[0] > 0 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
