@@ -7,6 +7,8 @@ order, corrected by what was really accepted at each depth; V was measured (veri
 """
 
 from collections import defaultdict
+from copy import deepcopy
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,6 +23,10 @@ DOUBT = 8.0  # expected hits of a depth before its own record outweighs the draf
 RESTS = (4, 64)  # rounds decoded plainly where drafts don't pay, the first time and at most
 TRIAL = 8  # rounds with drafts between two rests
 PAYS = 0.97  # of plain decoding's speed; what is slower rests, and what is nearer may be noise
+
+
+# By target, then rows and kind of drafter: what the last call had learnt when it ended.
+LEARNT: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str], AutoBudget]]" = WeakKeyDictionary()
 
 
 class AutoBudget:
@@ -44,7 +50,21 @@ class AutoBudget:
         self.hits: defaultdict[int, float] = defaultdict(float)  # by depth, nodes accepted
         self.expected: defaultdict[int, float] = defaultdict(float)  # and what the drafter gave for them
         self.resting, self.next_rest, self.tried = 0, RESTS[0], 0
-        self.chances = torch.zeros(0, 0)  # of the round's nodes
+        self.chosen = torch.zeros(0), torch.zeros(0, dtype=torch.int64)  # chances and depths of the round's nodes
+
+    @classmethod
+    def recall(cls, target: torch.nn.Module, drafter: str, times: VerifyTimes, rows: int) -> "AutoBudget":
+        """One that goes on from what the last call with this target and kind of drafter had learnt."""
+        kept = LEARNT.get(target, {}).get((rows, drafter))
+        if kept is None:
+            return cls(times, rows)
+        again = deepcopy(kept)
+        again.times, again.resting, again.tried = times, 0, 0
+        return again
+
+    def keep(self, target: torch.nn.Module, drafter: str, rows: int) -> None:
+        """For `recall`."""
+        LEARNT.setdefault(target, {})[rows, drafter] = self
 
     @property
     def rests(self) -> bool:
@@ -53,8 +73,9 @@ class AutoBudget:
     def choose(self, tree: Tree) -> int:
         """How many of the tree's nodes to verify, the root included."""
         rows, nodes = tree.tokens.shape
+        scores, depths = torch.stack([tree.scores, tree.depths.double()]).cpu()  # one copy to the host
         weight = torch.tensor([self._trust(depth) for depth in range(tree.max_depth + 1)], dtype=torch.float64)
-        chances = (tree.scores.exp().cpu() * weight[tree.depths.cpu()]).clamp(max=1.0)
+        chances = (scores.exp() * weight[depths.long()]).clamp(max=1.0)
         gains = chances[:, 1:].sum(0).cumsum(0).tolist()
         rate, slowness = self.tokens / self.seconds, self.verified / self.predicted
         values = [-rate * slowness * self.times(rows)]
@@ -63,7 +84,7 @@ class AutoBudget:
         best = max(range(nodes), key=values.__getitem__)
         self.peak = max(best, 0.9 * self.peak)
         self.most = min(MOST_NODES, max(FEWEST_BUILT, int(1.5 * self.peak)))
-        self.chances = tree.scores[:, : best + 1].exp().cpu()
+        self.chosen = scores[:, 1 : best + 1].exp().flatten(), depths[:, 1 : best + 1].long().flatten()
         return best + 1
 
     def learn(self, tree: Tree, accepted: list[Accepted], seconds: float, verify_seconds: float) -> None:
@@ -77,7 +98,7 @@ class AutoBudget:
         if verify_seconds:
             self.verified = MEMORY * self.verified + verify_seconds
             self.predicted = MEMORY * self.predicted + self.times(tree.tokens.numel())
-        self._count_hits(tree, accepted)
+        self._count_hits(accepted)
         self.tried += 1
         plain = len(accepted), self.times(len(accepted)) * self.verified / self.predicted
         if self.tried >= TRIAL and self.tokens / self.seconds < PAYS * plain[0] / plain[1]:
@@ -95,15 +116,12 @@ class AutoBudget:
         """How much more often than the drafter says its nodes of a depth are accepted."""
         return (self.hits[depth] + DOUBT) / (self.expected[depth] + DOUBT)
 
-    def _count_hits(self, tree: Tree, accepted: list[Accepted]) -> None:
+    def _count_hits(self, accepted: list[Accepted]) -> None:
         for counts in (self.hits, self.expected):
             for depth in counts:
                 counts[depth] *= MEMORY
         for each in accepted:
             for depth in range(1, len(each.path)):
                 self.hits[depth] += 1
-        if self.chances.shape == tree.tokens.shape:
-            sums = torch.zeros(tree.max_depth + 1, dtype=self.chances.dtype)
-            sums.index_add_(0, tree.depths.cpu().flatten(), self.chances.flatten())
-            for depth, expected in enumerate(sums.tolist()[1:], start=1):
-                self.expected[depth] += expected
+        for chance, depth in zip(*(each.tolist() for each in self.chosen), strict=True):
+            self.expected[depth] += chance

@@ -14,6 +14,7 @@ from .benchmark.race import encode
 from .benchmark.sampling import bench
 from .cli_bench import add_bench_commands, add_call_options, add_dtype, with_default_measure
 from .cli_drafters import add_drafter_commands
+from .compiled import MODES
 from .configuration import DDTreeConfig
 from .loading import DEMO_DRAFTER, load_drafter, load_target
 from .models import DFlashDraftModel
@@ -62,13 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     for command in (demo, generate):
         command.add_argument("--temperature", type=float, default=0.0, help="sample at this temperature (0: greedy)")
         command.add_argument("--seed", type=int, help="seed of the streamed answer (drawn, and printed)")
-        command.add_argument("--budget", type=int, default=16, help="tree nodes per round (16)")
+        command.add_argument("--budget", type=_budget, default="auto", help="tree nodes per round, or auto (auto)")
+        command.add_argument("--compile", choices=MODES, default="auto", help="`DDTreeConfig(compile=...)` (auto)")
         add_call_options(command, 128, 2)
         add_dtype(command)
 
     add_bench_commands(commands)
     add_drafter_commands(commands)
     return parser
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _run_demo(options: argparse.Namespace) -> int:
@@ -123,6 +129,7 @@ def _stream(
     sampling = {"temperature": options.temperature, "top_k": 0, "seed": options.seed} if options.temperature else {}
     config = DDTreeConfig(
         tree_budget=options.budget,
+        compile=options.compile,
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(sampling),
         return_dict_in_generate=True,

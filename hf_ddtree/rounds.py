@@ -47,7 +47,7 @@ class SafeRounds:
         target, rows = self.target, len(self.target.rows)
         key = key_of(target.model, rows, target.trees.width, target.forwards.mode)
         times = known_or_measured(key, lambda nodes: self._rehearse(emissions.prompts, nodes), rows)
-        self.auto = AutoBudget(times, rows)
+        self.auto = AutoBudget.recall(target.model, type(self.drafter).__name__, times, rows)
 
     def judge(self, tree: Tree, accepted: list[Accepted]) -> None:
         """After a commit: what the round cost and brought bears on the next one's budget."""
@@ -74,8 +74,10 @@ class SafeRounds:
             self._failed("memory of the drafter", error)
 
     def leave(self) -> None:
-        """At the end: the drafter leaves what it knows with the cache."""
+        """At the end: the drafter leaves what it knows with the cache; what was learnt of budgets is kept as well."""
         left = None
+        if self.auto is not None:
+            self.auto.keep(self.target.model, type(self.drafter).__name__, self.figures.rows)
         try:
             left = None if self.rests else self.drafter.leave(self.pending)
         except Exception as error:

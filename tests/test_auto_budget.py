@@ -26,6 +26,7 @@ def kept(tmp_path, monkeypatch):
     """Times are kept in a folder of the test's own."""
     monkeypatch.setattr(verify_times, "KNOWN", {})
     monkeypatch.setattr(verify_times, "folder", lambda: tmp_path)
+    budget.LEARNT.clear()
     return tmp_path
 
 
@@ -116,8 +117,8 @@ def test_chances_are_corrected_by_what_was_accepted():
     for hit, taken in ((True, 2), (False, 1)):
         auto = AutoBudget(times, rows=1)
         for _ in range(60):
-            auto.chances = torch.tensor([[1.0, 0.3]], dtype=torch.float64)
-            auto._count_hits(tree_of([0.3]), accepted(2 if hit else 1))
+            auto.chosen = torch.tensor([0.3]), torch.tensor([1])
+            auto._count_hits(accepted(2 if hit else 1))
         assert auto.choose(tree_of([0.12])) == taken
 
 
@@ -149,6 +150,18 @@ def test_a_drafter_that_is_always_wrong_ends_up_in_plain_decoding(qwen, monkeypa
     result = decode(qwen, drafter, PROMPT[:1], tree_budget="auto", **options)
     assert result.sequences.tolist() == expected[:, :200].tolist()
     assert result.shapes["plain"] > 100 and result.fallback_rounds == {}
+
+
+def test_a_call_goes_on_from_what_the_last_one_learnt(qwen, monkeypatch):
+    given_times(monkeypatch, VerifyTimes([1, 256], [0.001, 0.256]))
+    drafter = make_stub(qwen, "oracle-3", greedy(qwen, PROMPT[:1], NEW)[0])
+    options = {"max_new_tokens": NEW, "tree_budget": "auto", "return_dict_in_generate": True}
+    decode(qwen, drafter, PROMPT[:1], **options)
+    (kept,) = budget.LEARNT[qwen].values()
+    assert kept.hits[1] > 0
+    again = AutoBudget.recall(qwen, "DDTreeCandidateGenerator", FLAT, 1)
+    assert again is not kept and again.hits == kept.hits and again.times is FLAT and not again.rests
+    assert not AutoBudget.recall(qwen, "LookupDrafter", FLAT, 1).hits
 
 
 # The times

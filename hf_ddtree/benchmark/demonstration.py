@@ -20,9 +20,10 @@ def show_race(
     Args:
         drafter: None = lookup.
         inputs: as `race.encode` gives them.
-        options: `budget`, `max_new_tokens`, `repeats`.
+        options: `budget`, `max_new_tokens`, `repeats`, `compile`.
     """
-    methods = race.contenders(drafter, sorted({8, 16, 32, options.budget}), options.max_new_tokens)
+    budgets = [*sorted({8, 16, 32} | ({options.budget} - {"auto"})), "auto"]
+    methods = race.contenders(drafter, budgets, options.max_new_tokens, options.compile)
     runs = race.race(target, inputs, methods, options.repeats)
     rows = race.summary(runs)
     where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
@@ -50,9 +51,9 @@ def check_float32(
     """Repeats DDTree and plain decoding in float32, where the texts must be the same; returns the exit status.
 
     Args:
-        options: `budget`, `max_new_tokens`.
+        options: `budget`, `max_new_tokens`, `compile`.
     """
-    methods = race.contenders(drafter, [options.budget], options.max_new_tokens)
+    methods = race.contenders(drafter, [options.budget], options.max_new_tokens, options.compile)
     methods = {name: methods[name] for name in (race.PLAIN, f"DDTree, budget {options.budget}")}
     with race.in_float32(target, drafter):
         row = race.summary(race.race(target, inputs, methods, repeats=1))[-1]

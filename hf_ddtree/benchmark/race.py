@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +40,14 @@ class Run:
         return self.committed.total() / max(self.rounds.total(), 1)
 
 
-def contenders(drafter: PreTrainedModel | None, budgets: list[int], max_new_tokens: int) -> dict[str, Method]:
+def contenders(
+    drafter: PreTrainedModel | None, budgets: Sequence[int | str], max_new_tokens: int, compile_mode: str = "auto"
+) -> dict[str, Method]:
     """Methods by name: plain decoding, the library's own with this drafter, our chain of DFlash, our trees; all greedy.
 
     Args:
         drafter: None = lookup.
+        budgets, compile_mode: `tree_budget` and `compile` of our trees.
     """
     common = {"max_new_tokens": max_new_tokens, "do_sample": False}
     trees: dict[str, Any] = {"drafter": "lookup"} if drafter is None else {}
@@ -63,7 +66,10 @@ def contenders(drafter: PreTrainedModel | None, budgets: list[int], max_new_toke
         PLAIN: (GenerationConfig(**common), None),
         **rivals,
         **{
-            f"DDTree, budget {budget}": (DDTreeConfig(tree_budget=budget, **trees, **common), drafter)
+            f"DDTree, budget {budget}": (
+                DDTreeConfig(tree_budget=budget, compile=compile_mode, **trees, **common),
+                drafter,
+            )
             for budget in budgets
         },
     }
