@@ -33,6 +33,7 @@ class SafeRounds:
         self.failures = 0
         self.node_limit: int | None = None
         self.auto: AutoBudget | None = None
+        self.chose = False  # whether there was a draft that it chose from, if only to verify none of it
         self.judged = (0.0, 0.0)  # when the last round ended, and seconds of all forwards by then
 
     @property
@@ -55,7 +56,7 @@ class SafeRounds:
         (before, verified), self.judged = self.judged, (now, verify_seconds)
         if self.auto is None or self.figures.rounds == 1:
             return
-        if tree.num_nodes == 1:
+        if not self.chose:
             self.auto.rested()
         else:
             on_cpu = tree.tokens.device.type == "cpu"  # elsewhere the stage ends before the forward does
@@ -128,7 +129,8 @@ class SafeRounds:
         except Exception as error:
             self._failed("tree of the drafter", error)
             tree = self.rule.build(roots, None)
-        if self.auto is not None and tree.num_nodes > 1:
+        self.chose = self.auto is not None and tree.num_nodes > 1
+        if self.auto is not None and self.chose:
             tree = self.rule.cut(tree, self.auto.choose(tree))
         return tree if self.node_limit is None else self.rule.cut(tree, self.node_limit)
 

@@ -152,6 +152,15 @@ def test_a_drafter_that_is_always_wrong_ends_up_in_plain_decoding(qwen, monkeypa
     assert result.shapes["plain"] > 100 and result.fallback_rounds == {}
 
 
+def test_drafts_of_which_nothing_is_verified_cost_time_and_are_left_out(qwen, monkeypatch):
+    given_times(monkeypatch, VerifyTimes([1, 2, 256], [1e-7, 1.0, 256.0]))
+    options = {"max_new_tokens": 60, "tree_budget": "auto", "return_dict_in_generate": True}
+    rests = []
+    monkeypatch.setattr(AutoBudget, "rested", lambda self: rests.append(self.resting))
+    result = decode(qwen, make_drafter(qwen), PROMPT[:1], **options)
+    assert not any(result.budgets) and rests
+
+
 def test_a_call_goes_on_from_what_the_last_one_learnt(qwen, monkeypatch):
     given_times(monkeypatch, VerifyTimes([1, 256], [0.001, 0.256]))
     drafter = make_stub(qwen, "oracle-3", greedy(qwen, PROMPT[:1], NEW)[0])
