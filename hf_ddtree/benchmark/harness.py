@@ -92,13 +92,13 @@ def setting(
     """What a record says about its conditions."""
     target = models[0]
     lengths = sorted(each["input_ids"].shape[1] for each in prompts)
-    names = ("target", "drafter", "assistant")
+    names, given_models = ("target", "drafter", "assistant"), (options.model, options.drafter, options.assistant)
     weights = {name: model.get_memory_footprint() for name, model in zip(names, models, strict=True) if model}
     return {
         "command": shlex.join(["hf-ddtree", *options.arguments]),
         "hardware": hardware(target.device),
         "versions": versions(),
-        "models": {"target": options.model, "drafter": options.drafter, "assistant": options.assistant},
+        "models": {name: _name(given) for name, given in zip(names, given_models, strict=True)},
         "weights_mb": {name: round(size / 1e6, 2) for name, size in weights.items()},
         "dtype": str(target.dtype),
         "prompts_from": options.prompts_from,
@@ -107,6 +107,11 @@ def setting(
         "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats,
     }
+
+
+def _name(given: str | None) -> str | None:
+    """A folder's name without the way to it, which is this machine's; a Hub name as it is."""
+    return Path(given).name if given is not None and Path(given).exists() else given
 
 
 def conditions(target: PreTrainedModel, prompts: measuring.Prompts, options: argparse.Namespace) -> str:
