@@ -166,11 +166,11 @@ def test_a_call_goes_on_from_what_the_last_one_learnt(qwen, monkeypatch):
     drafter = make_stub(qwen, "oracle-3", greedy(qwen, PROMPT[:1], NEW)[0])
     options = {"max_new_tokens": NEW, "tree_budget": "auto", "return_dict_in_generate": True}
     decode(qwen, drafter, PROMPT[:1], **options)
-    (kept,) = budget.LEARNT[qwen].values()
+    (((rows, name), kept),) = budget.LEARNT[qwen].items()
     assert kept.hits[1] > 0
-    again = AutoBudget.recall(qwen, "DDTreeCandidateGenerator", FLAT, 1)
+    again = AutoBudget.recall(qwen, name, FLAT, rows)
     assert again is not kept and again.hits == kept.hits and again.times is FLAT and not again.rests
-    assert not AutoBudget.recall(qwen, "LookupDrafter", FLAT, 1).hits
+    assert not AutoBudget.recall(qwen, "another", FLAT, 1).hits
 
 
 # The times
