@@ -41,6 +41,11 @@ class SafeRounds:
         """Whether the drafter is not asked any more."""
         return self.failures == MOST_FAILURES or not self.figures.emissions.config.tree_budget
 
+    @property
+    def budget(self) -> int | None:
+        """Nodes that are worth drafting in the coming round; None = as many as the config says."""
+        return None if self.auto is None else self.auto.most
+
     def prepare(self, emissions: Emissions) -> None:
         """After the prefill: what forwards cost is looked up or measured, where budgets depend on it."""
         if emissions.config.tree_budget != "auto" or emissions.remaining < 2:
@@ -106,9 +111,8 @@ class SafeRounds:
         depth = emissions.remaining - 1
         if depth < 1 or self.rests or self.pending is None or (self.auto is not None and self.auto.rests):
             return None
-        budget = None if self.auto is None else self.auto.most
         try:
-            drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise, budget))
+            drafted = self.drafter.draft(Request(emissions.texts, self.pending, depth, self.rule.noise, self.budget))
             if isinstance(drafted, Tree):
                 check_trees(drafted, emissions.roots, self.target.vocab_size)
             elif drafted is not None:
@@ -124,7 +128,7 @@ class SafeRounds:
     def build(self, roots: torch.Tensor, drafted: Draft | Tree | None) -> Tree:
         """The rule's trees; the roots alone where they can't be built."""
         try:
-            tree = self.rule.build(roots, drafted, None if self.auto is None else self.auto.most)
+            tree = self.rule.build(roots, drafted, self.budget)
             self.failures = 0 if drafted is not None else self.failures
         except Exception as error:
             self._failed("tree of the drafter", error)

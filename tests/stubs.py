@@ -217,3 +217,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
+
+
+class NormedEmbedding(torch.nn.Embedding):
+    """An embedding with a norm that the drafter's noise block does without, as Muse has it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.embed_norm = torch.nn.LayerNorm(args[1])
+
+    def forward(self, ids):
+        return self.embed_norm(super().forward(ids))

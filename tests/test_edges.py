@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stubs import FAMILIES, STUBS, decode, greedy, make_drafter, make_emissions, make_stub, make_target
+from stubs import FAMILIES, STUBS, NormedEmbedding, decode, greedy, make_drafter, make_emissions, make_stub, make_target
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_ddtree import DDTreeConfig
@@ -92,14 +92,6 @@ def test_the_returned_caches_layers_are_the_librarys_own(family):
 
 
 def test_a_norm_inside_the_embedding_is_not_for_the_noise_block():
-    class NormedEmbedding(torch.nn.Embedding):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.embed_norm = torch.nn.LayerNorm(args[1])
-
-        def forward(self, ids):
-            return self.embed_norm(super().forward(ids))
-
     target = make_target("llama")
     target.set_input_embeddings(NormedEmbedding(64, 32))
     embedding = target.get_input_embeddings()

@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from stubs import decode, greedy, make_drafter, make_stub, make_target
+from stubs import NormedEmbedding, decode, greedy, make_drafter, make_stub, make_target
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig
 
 from hf_ddtree import DDTreeConfig, Drafter, tree_of_paths
@@ -40,17 +40,6 @@ def test_fault_15_weights_that_accelerate_moves_in_and_out(offload, drafter, tmp
             accelerate.disk_offload(model, tmp_path / type(model).__name__, execution_device="cpu")
     assert target.lm_head.weight.device.type == "meta"
     assert decode(target, assistant, PROMPT, max_new_tokens=NEW).tolist() == expected.tolist()
-
-
-class NormedEmbedding(torch.nn.Embedding):
-    """An embedding with a norm that the drafter's noise block does without, as Muse has it."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.embed_norm = torch.nn.LayerNorm(args[1])
-
-    def forward(self, ids):
-        return self.embed_norm(super().forward(ids))
 
 
 def test_fault_15_an_embedding_with_a_norm_that_accelerate_moves():
